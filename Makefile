@@ -1,0 +1,59 @@
+# One command does what the checks on a server do. `make help` lists the targets.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+MODEL ?= smollm2
+# Any Python >= 3.11; name another with PYTHON=...
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
+# Parallel BLAS threads of test processes only fight each other on small machines.
+TEST_ENV := OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+PYTEST := $(TEST_ENV) $(PY) -m pytest
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(STAMP): requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found: install one or run make PYTHON=/path/to/python" >&2; exit 2; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+.PHONY: venv
+venv: $(STAMP) ## make .venv with the pinned dependencies
+
+.PHONY: serve
+serve: $(STAMP) ## fetch smollm2 and serve it with one prefill and one decode worker
+	@exec $(VENV)/bin/disagg serve $(MODEL) --prefill 1 --decode 1 $(ARGS)
+
+.PHONY: check
+check: $(STAMP) ## lint, format, types, direction of imports
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports --no-cache
+
+.PHONY: test
+test: check ## everything except the long parity runs
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+.PHONY: parity
+parity: $(STAMP) ## the real model, token by token, against references (minutes)
+	$(PYTEST) -m "slow and not gpu" --timeout 1800 $(ARGS)
+
+.PHONY: bench
+bench: $(STAMP) ## every benchmark; each prints both sides, the ratio and one JSON line
+	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" $(ARGS); done
+
+.PHONY: clean
+clean: ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,260 @@
+"""Tcp transport against a plain sendmsg / recvmsg_into loop, between two processes over loopback.
+
+    python benchmarks/transport.py [--repeats 7]
+
+Two shapes: one run of 64 MiB, and 4096 runs of 16 KiB scattered over both arenas. Ours is timed from write() to
+WriteFinished (connected before), the plain loop from its first byte to the receiver's one-byte answer; it has no
+header, no grant, no checksum and no fence. The sides are interleaved in one run; medians are shown.
+"""
+
+import argparse
+import json
+import os
+import platform
+import queue
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.ids import Incarnation, WorkerId
+from disagg.kvcache.memory import Segment
+from disagg.testing.memory import BytesMemory
+from disagg.transport.api import TransportEvent, Write, WriteFinished
+from disagg.transport.tcp_link import TcpSenderConfig
+from disagg.transport.tcp_receiver import TcpReceiver
+from disagg.transport.tcp_sender import TcpSender
+
+TOTAL_BYTES = 64 << 20
+ARENA_BYTES = 128 << 20
+MAX_VIEWS = 1024
+SEED = 7
+PEER = WorkerId("decode")
+ME = WorkerId("prefill")
+INCARNATION = Incarnation(1)
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """How the 64 MiB lie in each arena."""
+
+    name: str
+    source: tuple[Segment, ...]
+    destination: tuple[Segment, ...]
+
+
+class Ports(msgspec.Struct, frozen=True):
+    """Where the child listens."""
+
+    plain: int
+    checked: str
+    unchecked: str
+
+
+def shapes() -> list[Shape]:
+    whole = (Segment(0, TOTAL_BYTES),)
+    return [
+        Shape("1 x 64 MiB", whole, whole),
+        Shape("4096 x 16 KiB", scattered(random.Random(SEED)), scattered(random.Random(SEED + 1))),
+    ]
+
+
+def scattered(rng: random.Random) -> tuple[Segment, ...]:
+    size = 16 << 10
+    places = rng.sample(range(ARENA_BYTES // size), TOTAL_BYTES // size)
+    return tuple(Segment(place * size, size) for place in places)
+
+
+def key_of(shape: int, number: int) -> bytes:
+    return f"{shape}/{number}".encode()
+
+
+# ---- the plain loop
+
+
+def plain_send(sock: socket.socket, views: list[memoryview]) -> None:
+    at = 0
+    while at < len(views):
+        sent = sock.sendmsg(views[at : at + MAX_VIEWS])
+        while at < len(views) and sent >= views[at].nbytes:
+            sent -= views[at].nbytes
+            at += 1
+        if sent:
+            views[at] = views[at][sent:]
+
+
+def plain_receive(sock: socket.socket, views: list[memoryview]) -> None:
+    at = 0
+    while at < len(views):
+        received = sock.recvmsg_into(views[at : at + MAX_VIEWS])[0]
+        if received == 0:
+            raise ConnectionError("the benchmark's other side is gone")
+        while at < len(views) and received >= views[at].nbytes:
+            received -= views[at].nbytes
+            at += 1
+        if received:
+            views[at] = views[at][received:]
+
+
+# ---- the receiving process
+
+
+def serve() -> None:
+    memory = BytesMemory(ARENA_BYTES)
+    memory.fill(Segment(0, ARENA_BYTES), b"\1" * ARENA_BYTES)  # touch every page before anything is timed
+    receivers = [TcpReceiver(memory, INCARNATION, lambda event: None, checksums=on) for on in (True, False)]
+    for index, shape in enumerate(shapes()):
+        for receiver in receivers:
+            receiver.grant(ME, key_of(index, 0), shape.destination)
+    listener = socket.create_server(("127.0.0.1", 0))
+    ports = Ports(listener.getsockname()[1], receivers[0].endpoint.address, receivers[1].endpoint.address)
+    print(msgspec.json.encode(ports).decode(), flush=True)
+    sock, _ = listener.accept()
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    known = shapes()
+    with sock, listener:
+        while command := sock.recv(1):
+            plain_receive(sock, memory.gather(known[command[0]].destination))
+            sock.sendall(b"k")
+    for receiver in receivers:
+        receiver.close()
+
+
+# ---- the sending process
+
+
+class Side:
+    """One way to move a shape; run() returns seconds."""
+
+    name: str
+
+    def run(self, shape: int, number: int) -> float:
+        raise NotImplementedError
+
+
+class Plain(Side):
+    name = "plain loop"
+
+    def __init__(self, port: int, memory: BytesMemory) -> None:
+        self._sock = socket.create_connection(("127.0.0.1", port))
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._memory = memory
+        self._shapes = shapes()
+
+    def run(self, shape: int, number: int) -> float:
+        started_s = time.perf_counter()
+        self._sock.sendall(bytes([shape]))
+        plain_send(self._sock, self._memory.gather(self._shapes[shape].source))
+        if self._sock.recv(1) != b"k":
+            raise ConnectionError("the benchmark's other side is gone")
+        return time.perf_counter() - started_s
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class Ours(Side):
+    def __init__(self, address: str, memory: BytesMemory, checksums: bool) -> None:
+        self.name = "ours, crc32" if checksums else "ours, no checksum"
+        self._events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
+        self._sender = TcpSender(ME, Incarnation(2), memory, self._events.put, TcpSenderConfig(checksums=checksums))
+        self._sender.connect(PEER, Endpoint(TransportKind.TCP, address), INCARNATION)
+        self._shapes = shapes()
+
+    def run(self, shape: int, number: int) -> float:
+        plan = self._shapes[shape]
+        started_s = time.perf_counter()
+        self._sender.write(Write(PEER, key_of(shape, 0), number, b"tag", plan.source, plan.destination))
+        event = self._events.get(timeout=60)
+        elapsed_s = time.perf_counter() - started_s
+        if not isinstance(event, WriteFinished) or event.failure is not None:
+            raise ConnectionError(f"the write failed: {event}")
+        return elapsed_s
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+def measure(repeats: int) -> dict[str, dict[str, float]]:
+    """Median MB/s by shape and side."""
+    child = subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, env=dict(os.environ))
+    assert child.stdout is not None
+    try:
+        ports = msgspec.json.decode(child.stdout.readline(), type=Ports)
+        memory = BytesMemory(data=random.Random(SEED).randbytes(1 << 20) * (ARENA_BYTES >> 20))
+        plain = Plain(ports.plain, memory)
+        ours = [Ours(ports.checked, memory, True), Ours(ports.unchecked, memory, False)]
+        sides: Sequence[Side] = [plain, *ours]
+        result: dict[str, dict[str, float]] = {}
+        for index, shape in enumerate(shapes()):
+            times: dict[str, list[float]] = {side.name: [] for side in sides}
+            for number in range(repeats + 1):  # the first of each is a warm-up
+                for side in sides:
+                    times[side.name].append(side.run(index, number))
+            result[shape.name] = {
+                name: TOTAL_BYTES / 1e6 / statistics.median(values[1:]) for name, values in times.items()
+            }
+        for each in ours:
+            each.close()
+        plain.close()
+        child.wait(10)
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    return result
+
+
+def hardware() -> str:
+    model = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model)
+    return (
+        f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}"
+    )
+
+
+def commit() -> str:
+    here = os.path.dirname(os.path.abspath(__file__))
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "none"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve()
+        return
+    result = measure(args.repeats)
+    print(f"hardware: {hardware()}\nseed: {SEED}  commit: {commit()}  medians of {args.repeats}, interleaved, loopback")
+    for shape, rates in result.items():
+        print(f"\n{shape}")
+        for name, rate in rates.items():
+            print(f"  {name:18} {rate:8.0f} MB/s   x {rate / rates['plain loop']:.2f} of the plain loop")
+    print(
+        json.dumps(
+            {
+                "benchmark": "transport",
+                "hardware": hardware(),
+                "seed": SEED,
+                "commit": commit(),
+                "repeats": args.repeats,
+                "mb_per_s": result,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

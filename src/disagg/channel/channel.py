@@ -1,0 +1,184 @@
+"""One control connection.
+
+  1. open: dial() or listen() gives a Channel; the first message is awaited with receive(timeout_s).
+  2. start(): from now on each message goes to on_message, in order, on the event loop's thread.
+  3. beats go out every beat_interval_s; a peer silent for beat_timeout_s is lost, as is one whose stream ends.
+  4. on_lost is called exactly once; no message is delivered after it.
+
+Frames are a 4-byte big-endian length and that many bytes of msgpack. A length above MAX_FRAME_BYTES, or bytes that are
+no message of the expected kind, end the connection: nothing is allocated for them and nobody else notices.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from disagg.core.errors import PeerLost, ProtocolViolation
+from disagg.protocol.messages import Beat
+
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+MAX_BUFFERED_BYTES = 64 * 1024 * 1024  # not yet taken by the kernel: the peer has stopped reading
+LENGTH_BYTES = 4
+
+M = TypeVar("M")
+
+
+class Channel(Generic[M]):
+    """Sends any message, receives messages of the kind that `decoder` knows."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: msgspec.msgpack.Decoder[M]
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder = decoder
+        self._encoder = msgspec.msgpack.Encoder()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._on_lost: Callable[[str], None] | None = None
+        self._last_heard_s = time.monotonic()
+        self.is_open = True
+
+    @property
+    def peer_address(self) -> str:
+        host, port = self._writer.get_extra_info("peername", ("?", 0))[:2]
+        return f"{host}:{port}"
+
+    @property
+    def local_host(self) -> str:
+        """The address of this machine as the peer sees it."""
+        return str(self._writer.get_extra_info("sockname", ("127.0.0.1", 0))[0])
+
+    def send(self, message: object) -> None:
+        """Queue a message. Never blocks; on a lost channel it has no effect: on_lost tells."""
+        if not self.is_open or self._writer.is_closing():
+            return
+        payload = self._encoder.encode(message)
+        if len(payload) > MAX_FRAME_BYTES:
+            self._lose(f"a message of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+            return
+        self._writer.write(len(payload).to_bytes(LENGTH_BYTES) + payload)
+        if self._writer.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
+            self._lose(f"the peer has not read {MAX_BUFFERED_BYTES} bytes that wait for it")
+
+    async def receive(self, timeout_s: float) -> M:
+        """The next message. Raises PeerLost (end of file, silence) or ProtocolViolation."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._read()
+        except TimeoutError:
+            raise PeerLost(f"{self.peer_address} sent nothing for {timeout_s} s") from None
+
+    def start(
+        self,
+        *,
+        beat_interval_s: float,
+        beat_timeout_s: float,
+        on_message: Callable[[M], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Deliver messages from now on. Both callbacks run on this event loop's thread."""
+        self._on_lost = on_lost
+        self._last_heard_s = time.monotonic()
+        self._tasks = [
+            asyncio.create_task(self._pump(on_message)),
+            asyncio.create_task(self._beat(beat_interval_s, beat_timeout_s)),
+        ]
+
+    async def close(self, *, flush_timeout_s: float = 1.0) -> None:
+        """Send what is queued, within the given time, then close. on_lost is not called. Idempotent."""
+        self._on_lost = None
+        self.is_open = False
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(flush_timeout_s):
+                await self._writer.drain()
+        self._writer.close()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(flush_timeout_s):
+                await self._writer.wait_closed()
+        if not self._writer.transport.is_closing() or self._writer.transport.get_write_buffer_size():
+            self._writer.transport.abort()
+
+    async def _read(self) -> M:
+        try:
+            length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES))
+            if length > MAX_FRAME_BYTES:
+                raise ProtocolViolation(f"{self.peer_address}: frame of {length} bytes, the limit is {MAX_FRAME_BYTES}")
+            payload = await self._reader.readexactly(length)
+        except asyncio.IncompleteReadError:
+            raise PeerLost("its connection ended") from None
+        except OSError as error:
+            raise PeerLost(f"its connection broke: {error}") from None
+        try:
+            return self._decoder.decode(payload)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ProtocolViolation(f"{self.peer_address}: not a message of this protocol: {error}") from None
+
+    async def _pump(self, on_message: Callable[[M], None]) -> None:
+        try:
+            while self.is_open:
+                message = await self._read()
+                self._last_heard_s = time.monotonic()
+                if not isinstance(message, Beat) and self.is_open:
+                    on_message(message)
+        except (PeerLost, ProtocolViolation) as error:
+            self._lose(str(error))
+
+    async def _beat(self, interval_s: float, timeout_s: float) -> None:
+        number = 0
+        while self.is_open:
+            self.send(Beat(number))
+            number += 1
+            await asyncio.sleep(interval_s)
+            silent_s = time.monotonic() - self._last_heard_s
+            if silent_s > timeout_s:
+                self._lose(f"it has been silent for {silent_s:.1f} s, the limit is {timeout_s} s")
+
+    def _lose(self, reason: str) -> None:
+        if not self.is_open:
+            return
+        self.is_open = False
+        on_lost, self._on_lost = self._on_lost, None
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._writer.transport.abort()
+        if on_lost is not None:
+            on_lost(reason)
+
+
+async def dial(address: str, decoder: msgspec.msgpack.Decoder[M], *, timeout_s: float) -> Channel[M]:
+    """Connect to "host:port". Raises PeerLost."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host, int(port))
+    except TimeoutError:
+        raise PeerLost(f"{address} cannot be reached: no answer for {timeout_s} s") from None
+    except OSError as error:
+        raise PeerLost(f"{address} cannot be reached: {error}") from None
+    return Channel(reader, writer, decoder)
+
+
+async def listen(
+    host: str, port: int, decoder: msgspec.msgpack.Decoder[M], serve: Callable[[Channel[M]], Awaitable[None]]
+) -> asyncio.Server:
+    """Accept connections; `serve` owns each Channel it is given."""
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await serve(Channel(reader, writer, decoder))
+
+    return await asyncio.start_server(accept, host, port)
+
+
+def server_address(server: asyncio.Server) -> str:
+    """The "host:port" a server listens on, with the real port where 0 was asked."""
+    host, port = server.sockets[0].getsockname()[:2]
+    return f"{host}:{port}"

@@ -1,0 +1,39 @@
+"""The one place where commands load heavy rooms: on first use, so that --help and typing errors answer at once."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from disagg.cluster.plan import LocalPlan
+from disagg.router.config import RouterConfig
+from disagg.worker.config import WorkerConfig
+
+
+def run_worker(config: WorkerConfig) -> int:
+    """Blocking; the exit code."""
+    from disagg.worker import process
+
+    return process.run_worker(config)
+
+
+def run_router(config: RouterConfig) -> int:
+    """Blocking; the exit code."""
+    from disagg.router import process
+
+    return process.run_router(config)
+
+
+def run_serve(plan: LocalPlan, *, start_timeout_s: float, stop_timeout_s: float) -> int:
+    """Blocking; the exit code."""
+    from disagg.cli import serve
+
+    return serve.run_serve(plan, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s)
+
+
+def find_model(name_or_path: str, report: Callable[[str], None]) -> Path:
+    """The model's path, fetched if need be, its description read. Raises ConfigurationError."""
+    from disagg.modelfiles.config import read_config
+    from disagg.modelfiles.fetch import resolve_model
+
+    path = resolve_model(name_or_path, report=report)
+    read_config(path)
+    return path

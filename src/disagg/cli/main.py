@@ -1,0 +1,238 @@
+"""`disagg`: serve, worker, router, version.
+
+Exit codes: 0 done, 1 failed, 2 cannot work as asked (one plain line says why), 130 cut short by a second Ctrl-C.
+"""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from disagg import __version__
+from disagg.channel.lifeline import watch_parent
+from disagg.cli import launch
+from disagg.cli import options as opt
+from disagg.cli.sizes import format_bytes, parse_bytes, parse_cores, parse_models
+from disagg.cluster.plan import PoolSizes, check_pool_sizes, check_ports, plan_local
+from disagg.core.errors import ConfigurationError, DisaggError
+from disagg.core.roles import Role
+from disagg.modelfiles.fetch import served_name as default_served_name
+from disagg.router.config import RouterConfig
+from disagg.worker.config import WorkerConfig
+
+# Where the flags' defaults come from.
+_WORKER = WorkerConfig(model="-", served_name="-", role=Role.MIXED, worker_id="-", router_address="127.0.0.1:8001")
+_ROUTER = RouterConfig(models=(("-", "-"),))
+_KV_MEMORY = format_bytes(_WORKER.kv_memory_bytes)
+_MIN_PUSH = format_bytes(_WORKER.min_push_bytes)
+_MAX_BODY = format_bytes(_ROUTER.max_body_bytes)
+
+app = typer.Typer(
+    name="disagg",
+    help="Serve large language models with prefill and decode on separate workers.",
+    epilog="Try: disagg serve smollm2 --prefill 1 --decode 1",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Entry point. Expected errors are one plain line on stderr; a traceback means a fault of ours."""
+    lifeline = watch_parent()
+    try:
+        app()
+    except ConfigurationError as error:
+        print(f"disagg: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except DisaggError as error:
+        print(f"disagg: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    finally:
+        if lifeline is not None:
+            lifeline.close()
+
+
+@app.command()
+def serve(
+    model: opt.ModelArgument,
+    prefill: Annotated[int, typer.Option(help="Workers that read prompts.", rich_help_panel=opt.POOLS)] = 0,
+    decode: Annotated[int, typer.Option(help="Workers that write answers.", rich_help_panel=opt.POOLS)] = 0,
+    mixed: Annotated[int, typer.Option(help="Workers that do both.", rich_help_panel=opt.POOLS)] = 0,
+    device: opt.Device = _WORKER.device,
+    num_threads: opt.NumThreads = _WORKER.num_threads,
+    served_name: opt.ServedName = "",
+    max_context: opt.MaxContext = _WORKER.max_context,
+    numerics: opt.NumericsOption = _WORKER.numerics,
+    host: opt.Host = _ROUTER.host,
+    port: opt.Port = _ROUTER.port,
+    control_port: opt.ControlPort = 0,
+    max_open_requests: opt.MaxOpenRequests = _ROUTER.max_open_requests,
+    max_body_bytes: opt.MaxBodyBytes = _MAX_BODY,
+    kv_memory: opt.KvMemory = _KV_MEMORY,
+    num_blocks: opt.NumBlocks = _WORKER.num_blocks,
+    block_size: opt.BlockSize = _WORKER.block_size,
+    chunk_tokens: opt.ChunkTokens = _WORKER.chunk_tokens,
+    mixed_chunk_tokens: opt.MixedChunkTokens = _WORKER.mixed_chunk_tokens,
+    max_running: opt.MaxRunning = _WORKER.max_running,
+    local_prefill_tokens: opt.LocalPrefillTokens = _ROUTER.local_prefill_tokens,
+    handoff: opt.Handoff = _WORKER.handoff,
+    min_push_bytes: opt.MinPushBytes = _MIN_PUSH,
+    lease_s: opt.LeaseS = _WORKER.lease_s,
+    beat_interval_s: opt.BeatIntervalS = _WORKER.beat_interval_s,
+    beat_timeout_s: opt.BeatTimeoutS = _WORKER.beat_timeout_s,
+    start_timeout_s: Annotated[
+        float, typer.Option(help="Seconds within which all must be ready.", rich_help_panel=opt.LIFE)
+    ] = 300.0,
+    stop_timeout_s: Annotated[
+        float, typer.Option(help="Seconds a process gets to end before it is killed.", rich_help_panel=opt.LIFE)
+    ] = 10.0,
+) -> None:
+    """Start a router and its workers on this machine, and keep them alive until Ctrl-C."""
+    sizes = PoolSizes(prefill, decode, mixed)
+    check_pool_sizes(sizes)
+    name = served_name or default_served_name(model)
+    path = str(launch.find_model(model, report=_say))
+    router_config = RouterConfig(
+        models=((name, path),),
+        host=host,
+        port=port,
+        control_port=control_port,
+        local_prefill_tokens=local_prefill_tokens,
+        max_open_requests=max_open_requests,
+        beat_interval_s=beat_interval_s,
+        beat_timeout_s=beat_timeout_s,
+        max_body_bytes=parse_bytes(max_body_bytes),
+    )
+    template = WorkerConfig(
+        model=path,
+        served_name=name,
+        role=Role.MIXED,
+        worker_id="-",
+        router_address="",
+        device=device,
+        num_threads=num_threads,
+        block_size=block_size,
+        kv_memory_bytes=parse_bytes(kv_memory),
+        num_blocks=num_blocks,
+        max_context=max_context,
+        chunk_tokens=chunk_tokens,
+        mixed_chunk_tokens=mixed_chunk_tokens,
+        max_running=max_running,
+        handoff=handoff,
+        min_push_bytes=parse_bytes(min_push_bytes),
+        lease_s=lease_s,
+        beat_interval_s=beat_interval_s,
+        beat_timeout_s=beat_timeout_s,
+        numerics=numerics,
+    )
+    plan = plan_local(router_config, template, sizes)
+    check_ports(router_config)
+    raise SystemExit(launch.run_serve(plan, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s))
+
+
+@app.command()
+def worker(
+    model: opt.ModelArgument,
+    role: Annotated[Role, typer.Option(help="What this worker is for.", rich_help_panel=opt.POOLS)] = Role.MIXED,
+    worker_id: Annotated[
+        str, typer.Option(help="Its name, unique at its router. Default: made here.", rich_help_panel=opt.POOLS)
+    ] = "",
+    router_address: Annotated[
+        str, typer.Option(help="host:port of the router's control port.", rich_help_panel=opt.NETWORK)
+    ] = _WORKER.router_address,
+    host: Annotated[
+        str, typer.Option(help="Address where peers reach this worker.", rich_help_panel=opt.NETWORK)
+    ] = _WORKER.host,
+    device: opt.Device = _WORKER.device,
+    cores: opt.Cores = "",
+    num_threads: opt.NumThreads = _WORKER.num_threads,
+    served_name: opt.ServedName = "",
+    max_context: opt.MaxContext = _WORKER.max_context,
+    numerics: opt.NumericsOption = _WORKER.numerics,
+    kv_memory: opt.KvMemory = _KV_MEMORY,
+    num_blocks: opt.NumBlocks = _WORKER.num_blocks,
+    block_size: opt.BlockSize = _WORKER.block_size,
+    chunk_tokens: opt.ChunkTokens = _WORKER.chunk_tokens,
+    mixed_chunk_tokens: opt.MixedChunkTokens = _WORKER.mixed_chunk_tokens,
+    max_running: opt.MaxRunning = _WORKER.max_running,
+    handoff: opt.Handoff = _WORKER.handoff,
+    min_push_bytes: opt.MinPushBytes = _MIN_PUSH,
+    lease_s: opt.LeaseS = _WORKER.lease_s,
+    beat_interval_s: opt.BeatIntervalS = _WORKER.beat_interval_s,
+    beat_timeout_s: opt.BeatTimeoutS = _WORKER.beat_timeout_s,
+) -> None:
+    """Run one worker and register it at a router."""
+    config = WorkerConfig(
+        model=str(launch.find_model(model, report=_say)),
+        served_name=served_name or default_served_name(model),
+        role=role,
+        worker_id=worker_id or f"{role.value}-{os.uname().nodename}-{os.getpid()}",
+        router_address=router_address,
+        host=host,
+        device=device,
+        cores=parse_cores(cores),
+        num_threads=num_threads,
+        block_size=block_size,
+        kv_memory_bytes=parse_bytes(kv_memory),
+        num_blocks=num_blocks,
+        max_context=max_context,
+        chunk_tokens=chunk_tokens,
+        mixed_chunk_tokens=mixed_chunk_tokens,
+        max_running=max_running,
+        handoff=handoff,
+        min_push_bytes=parse_bytes(min_push_bytes),
+        lease_s=lease_s,
+        beat_interval_s=beat_interval_s,
+        beat_timeout_s=beat_timeout_s,
+        numerics=numerics,
+    )
+    raise SystemExit(launch.run_worker(config))
+
+
+@app.command()
+def router(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=PATH", help="A model to serve; may be given again.", rich_help_panel=opt.MODEL),
+    ] = None,
+    host: opt.Host = _ROUTER.host,
+    port: opt.Port = _ROUTER.port,
+    control_host: opt.ControlHost = _ROUTER.control_host,
+    control_port: opt.ControlPort = _ROUTER.control_port,
+    max_open_requests: opt.MaxOpenRequests = _ROUTER.max_open_requests,
+    max_body_bytes: opt.MaxBodyBytes = _MAX_BODY,
+    local_prefill_tokens: opt.LocalPrefillTokens = _ROUTER.local_prefill_tokens,
+    beat_interval_s: opt.BeatIntervalS = _ROUTER.beat_interval_s,
+    beat_timeout_s: opt.BeatTimeoutS = _ROUTER.beat_timeout_s,
+) -> None:
+    """Run the router: HTTP in front, workers register behind."""
+    named = parse_models(model or [])
+    config = RouterConfig(
+        models=tuple((name, str(launch.find_model(path, report=_say))) for name, path in named),
+        host=host,
+        port=port,
+        control_host=control_host,
+        control_port=control_port,
+        local_prefill_tokens=local_prefill_tokens,
+        max_open_requests=max_open_requests,
+        beat_interval_s=beat_interval_s,
+        beat_timeout_s=beat_timeout_s,
+        max_body_bytes=parse_bytes(max_body_bytes),
+    )
+    raise SystemExit(launch.run_router(config))
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def _say(line: str) -> None:
+    print(f"disagg: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,94 @@
+"""Flags that several commands share: one name, one help text."""
+
+from typing import Annotated
+
+import typer
+
+from disagg.core.roles import HandoffMode, Numerics
+
+MODEL = "Model"
+POOLS = "Workers"
+NETWORK = "Addresses"
+MEMORY = "Memory"
+STEPS = "Batching"
+HANDOFF = "Hand-off"
+LIFE = "Life signs"
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="'smollm2' (fetched once), a GGUF file, or a Hugging Face directory.", show_default=False
+    ),
+]
+ServedName = Annotated[
+    str, typer.Option(help="What clients call the model. Default: made from MODEL.", rich_help_panel=MODEL)
+]
+MaxContext = Annotated[
+    int | None,
+    typer.Option(help="Longest prompt plus answer, tokens. Default: what the model allows.", rich_help_panel=MODEL),
+]
+NumericsOption = Annotated[
+    Numerics,
+    typer.Option("--numerics", help="exact: a moved sequence goes on bit by bit the same.", rich_help_panel=MODEL),
+]
+
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=POOLS)]
+Cores = Annotated[str, typer.Option(help="Pin to these cores, such as 0,2,4-7. Empty: free.", rich_help_panel=POOLS)]
+NumThreads = Annotated[
+    int | None,
+    typer.Option(help="Threads for arithmetic, per worker. Default: its share of the cores.", rich_help_panel=POOLS),
+]
+
+Host = Annotated[str, typer.Option(help="Address for HTTP.", rich_help_panel=NETWORK)]
+Port = Annotated[int, typer.Option(help="Port for HTTP; 0: any free one.", rich_help_panel=NETWORK)]
+ControlHost = Annotated[str, typer.Option(help="Address where workers register.", rich_help_panel=NETWORK)]
+ControlPort = Annotated[
+    int, typer.Option(help="Port where workers register; 0: any free one.", rich_help_panel=NETWORK)
+]
+MaxBodyBytes = Annotated[
+    str, typer.Option("--max-body-bytes", help="Largest request body, such as 8M.", rich_help_panel=NETWORK)
+]
+MaxOpenRequests = Annotated[
+    int, typer.Option(help="Requests in flight; one more gets HTTP 429.", rich_help_panel=NETWORK)
+]
+
+KvMemory = Annotated[
+    str, typer.Option("--kv-memory", help="KV cache per worker, such as 512M or 2G.", rich_help_panel=MEMORY)
+]
+NumBlocks = Annotated[
+    int | None, typer.Option(help="KV blocks per worker; overrides --kv-memory.", rich_help_panel=MEMORY)
+]
+BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=MEMORY)]
+
+ChunkTokens = Annotated[
+    int, typer.Option(help="Prompt tokens per step when no answer is running.", rich_help_panel=STEPS)
+]
+MixedChunkTokens = Annotated[
+    int, typer.Option(help="Prompt tokens per step beside running answers.", rich_help_panel=STEPS)
+]
+MaxRunning = Annotated[int, typer.Option(help="Sequences in one step.", rich_help_panel=STEPS)]
+
+LocalPrefillTokens = Annotated[
+    int,
+    typer.Option(
+        help="Prompts with at most this many uncached tokens are read by the decode worker; 0: never.",
+        rich_help_panel=HANDOFF,
+    ),
+]
+Handoff = Annotated[
+    HandoffMode,
+    typer.Option(
+        "--handoff", help="layerwise: KV is sent while it is computed; sync: after the prompt.", rich_help_panel=HANDOFF
+    ),
+]
+MinPushBytes = Annotated[
+    str, typer.Option("--min-push-bytes", help="Smallest push of KV, such as 256K.", rich_help_panel=HANDOFF)
+]
+LeaseS = Annotated[
+    float, typer.Option(help="Seconds KV is kept for a peer that is not heard of.", rich_help_panel=HANDOFF)
+]
+
+BeatIntervalS = Annotated[float, typer.Option(help="Seconds between two heartbeats.", rich_help_panel=LIFE)]
+BeatTimeoutS = Annotated[
+    float, typer.Option(help="Seconds without a heartbeat after which a peer is lost.", rich_help_panel=LIFE)
+]

@@ -1,0 +1,37 @@
+"""A process's configuration written as the command line that means the same. Defaults are left out."""
+
+import enum
+from collections.abc import Collection
+
+import msgspec
+
+from disagg.router.config import RouterConfig
+from disagg.worker.config import WorkerConfig
+
+_RENAMED = {"kv_memory_bytes": "--kv-memory"}
+
+
+def worker_arguments(config: WorkerConfig) -> tuple[str, ...]:
+    """Arguments after `python -m disagg`."""
+    return ("worker", config.model, *_flags(config, skipped=("model",)))
+
+
+def router_arguments(config: RouterConfig) -> tuple[str, ...]:
+    """Arguments after `python -m disagg`."""
+    models = tuple(part for name, path in config.models for part in ("--model", f"{name}={path}"))
+    return ("router", *models, *_flags(config, skipped=("models",)))
+
+
+def _flags(config: msgspec.Struct, skipped: Collection[str]) -> tuple[str, ...]:
+    parts: list[str] = []
+    for field in msgspec.structs.fields(config):
+        value: object = getattr(config, field.name)
+        if field.name not in skipped and value != field.default and value is not None:
+            parts += (_RENAMED.get(field.name, "--" + field.name.replace("_", "-")), _text(value))
+    return tuple(parts)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(str(item) for item in value)
+    return str(value.value) if isinstance(value, enum.Enum) else str(value)

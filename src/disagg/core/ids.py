@@ -1,0 +1,52 @@
+"""Identifiers. An id is never reused; an incarnation is drawn afresh at every process start."""
+
+from typing import NewType
+
+import msgspec
+
+WorkerId = NewType("WorkerId", str)
+BlockId = NewType("BlockId", int)
+StepId = NewType("StepId", int)
+
+# A random 62-bit integer that names one process start. Two processes on the same address differ in it.
+Incarnation = NewType("Incarnation", int)
+
+MAX_INCARNATION = 2**62
+
+
+class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One client request: the n-th one of one router incarnation."""
+
+    router: Incarnation
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.router:x}-{self.number}"
+
+
+class SequenceId(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """One choice of a request. A sequence is token ids + sampling parameters + KV."""
+
+    request_id: RequestId
+    choice: int
+
+    def __str__(self) -> str:
+        return f"{self.request_id}.{self.choice}"
+
+
+class HandoffId(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """The n-th attempt to move one sequence's KV."""
+
+    sequence_id: SequenceId
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.sequence_id}#{self.attempt}"
+
+
+class Fence(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """What a late message or byte must match to be believed."""
+
+    source: Incarnation
+    destination: Incarnation
+    attempt: int

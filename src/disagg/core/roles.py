@@ -1,0 +1,43 @@
+"""What a worker is for and what it is asked to do with one sequence."""
+
+import enum
+
+
+class Role(enum.StrEnum):
+    """Mutable state of a worker, not a class of its own."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class Task(enum.StrEnum):
+    """One worker's part in one sequence."""
+
+    WHOLE = "whole"  # read the prompt and write the answer here
+    PREFILL = "prefill"  # read the prompt, hand the KV to a peer
+    DECODE = "decode"  # receive the KV from a peer, write the answer
+    SEND_PREFIX = "send_prefix"  # hand KV that is already cached here to a peer's prefix index
+    RECEIVE_PREFIX = "receive_prefix"  # the other end of SEND_PREFIX
+
+
+class Numerics(enum.StrEnum):
+    """The promise about tokens after a move. Part of pairing and of the block-hash seed."""
+
+    EXACT = "exact"
+    BOUNDED = "bounded"
+
+
+class HandoffMode(enum.StrEnum):
+    """When the prefill side sends: after each layer of each chunk, or once after the whole prompt."""
+
+    LAYERWISE = "layerwise"
+    SYNC = "sync"
+
+
+# Which tasks each role takes from a router.
+ROLE_TASKS: dict[Role, frozenset[Task]] = {
+    Role.PREFILL: frozenset({Task.PREFILL, Task.SEND_PREFIX, Task.RECEIVE_PREFIX}),
+    Role.DECODE: frozenset({Task.WHOLE, Task.DECODE, Task.SEND_PREFIX, Task.RECEIVE_PREFIX}),
+    Role.MIXED: frozenset(Task),
+}

@@ -1,0 +1,44 @@
+"""What happens to a router."""
+
+import msgspec
+
+from disagg.core.ids import Incarnation, RequestId, WorkerId
+from disagg.protocol.messages import WorkerCard, WorkerToRouter
+
+
+class WorkerRegistered(msgspec.Struct, frozen=True):
+    """First message of a worker's connection."""
+
+    card: WorkerCard
+
+
+class WorkerLost(msgspec.Struct, frozen=True):
+    """Its connection ended or fell silent."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    reason: str
+
+
+class WorkerMessageReceived(msgspec.Struct, frozen=True):
+    """From a registered worker."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    message: WorkerToRouter
+
+
+class ChoiceStopped(msgspec.Struct, frozen=True):
+    """The text of one choice matched a stop string."""
+
+    request_id: RequestId
+    choice: int
+
+
+class ClientGone(msgspec.Struct, frozen=True):
+    """Nobody reads the answer any more."""
+
+    request_id: RequestId
+
+
+DispatchEvent = WorkerRegistered | WorkerLost | WorkerMessageReceived | ChoiceStopped | ClientGone

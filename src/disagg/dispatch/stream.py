@@ -1,0 +1,83 @@
+"""What goes in and comes out of the dispatcher for one client request. Token ids only; text is the router's."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from disagg.core.errors import DisaggError
+from disagg.core.ids import RequestId
+from disagg.core.request import EmittedToken, FinishReason, SamplingParams
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """One prompt, `num_choices` answers. Checked against the model's limits by the dispatcher."""
+
+    model: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    num_choices: int = 1
+    is_open_ended: bool = False  # max_tokens was not asked for: it may be lowered to what fits
+    priority: int = 0
+    slo_class: str = "default"
+
+
+class TokensDelivered(msgspec.Struct, frozen=True):
+    """Next tokens of one choice, in order, each position once. finish_reason is set with the choice's last."""
+
+    choice: int
+    tokens: tuple[EmittedToken, ...]
+    finish_reason: FinishReason | None = None
+
+
+class RequestFailed(msgspec.Struct, frozen=True):
+    """The request is over; no further event follows."""
+
+    error: DisaggError
+
+
+StreamEvent = TokensDelivered | RequestFailed
+
+
+class ModelStatus(msgspec.Struct, frozen=True):
+    """One model as /v1/models and /health show it."""
+
+    model: str
+    is_ready: bool
+    missing: str  # plain sentence: what is not there; "" when ready
+    max_context: int | None  # tokens; None until a worker has registered
+
+
+class TokenStream(Protocol):
+    """One open request. Iterate its events; leaving early must call abort()."""
+
+    @property
+    def request_id(self) -> RequestId: ...
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens answered from a prefix cache, known once the last choice has finished."""
+
+    def events(self) -> AsyncIterator[StreamEvent]:
+        """Ends after every choice has finished, or after RequestFailed."""
+
+    def finish_choice(self, choice: int) -> None:
+        """Stop one choice whose text matched a stop string; its workers drop it within one step."""
+
+    def abort(self) -> None:
+        """Drop everything: the client has gone. Idempotent."""
+
+
+class GenerationService(Protocol):
+    """What the HTTP front needs of the rest. `disagg.testing` ships a fake one."""
+
+    def submit(self, request: GenerateRequest) -> TokenStream:
+        """Raises InvalidRequest, ModelNotFound, Unavailable, Overloaded at once; later failures are events."""
+
+    def models(self) -> tuple[ModelStatus, ...]: ...
+
+    def metrics_text(self) -> bytes:
+        """Prometheus exposition of router and workers."""
+
+    def cluster_json(self) -> bytes:
+        """State of every worker, for `serve`'s live lines and for people."""

@@ -1,0 +1,1 @@
+"""The only room that imports torch: weights, linears, attention, KV arena, sampler, model runner."""

@@ -1,0 +1,182 @@
+"""The engine: runs planned steps of one model on one device.
+
+run_step: check the plan -> put its rows in order -> one forward pass for all of them -> sample -> tokens in plan order.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from disagg.core.errors import ConfigurationError, InternalFault
+from disagg.core.request import EmittedToken
+from disagg.core.spans import KvLayout
+from disagg.engine.arena import KvArena
+from disagg.engine.attention import RowSpan, TiledAttention
+from disagg.engine.model import LayerDone, Llama, StepTensors
+from disagg.engine.sampler import SampleRequest, sample
+from disagg.engine.weights import load_weights
+from disagg.kvcache.memory import Memory
+from disagg.modelfiles.config import ModelConfig, read_config
+from disagg.scheduler.engine import OnLayers, StepPlan, StepResult, StepRow
+
+
+class _Placed(NamedTuple):
+    """A row of the plan and where its tokens lie in the step."""
+
+    row: StepRow
+    span: RowSpan
+
+
+class TorchEngine:
+    """A Llama-family model with its KV arena. Implements `disagg.scheduler.engine.Engine`.
+
+    num_threads is torch's, for the whole process (None: leave it). Raises ModelLoadError for a path that is not a model
+    it can run, ConfigurationError for a device or a size that cannot work.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: str = "cpu",
+        num_threads: int | None = None,
+        linear_kind: str = "float32",
+    ) -> None:
+        if block_size < 1:
+            raise ConfigurationError(f"block_size={block_size}: a block holds at least 1 token")
+        if num_threads is not None:
+            if num_threads < 1:
+                raise ConfigurationError(f"num_threads={num_threads} must be at least 1")
+            torch.set_num_threads(num_threads)
+        self.device = _checked_device(device)
+        self.config: ModelConfig = read_config(model_path)
+        self._arena = KvArena(self.config.kv_layout(block_size), num_blocks, device=device)
+        self._attention = TiledAttention(self._arena, self.config.num_heads)
+        weights = load_weights(model_path, self.config)
+        with torch.inference_mode():
+            self._model = Llama(self.config, weights, self._arena, self._attention, linear_kind)
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._arena.layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self._arena.num_blocks
+
+    @property
+    def memory(self) -> Memory:
+        return self._arena
+
+    @property
+    def arena(self) -> KvArena:
+        return self._arena
+
+    @torch.inference_mode()
+    def run_step(self, plan: StepPlan, on_layers: OnLayers) -> StepResult:
+        """One forward pass and its samples. Raises InternalFault, before computing, for a plan that cannot be run."""
+        placed = self._place(plan)
+        if not placed:
+            return StepResult(plan.step_id, ())
+        sampling = [item for item in placed if item.row.sampling is not None]
+        logits = self._model.forward(
+            self._tensors(placed, sampling), self._layer_done(on_layers) if plan.reports_layers else None
+        )
+        return StepResult(plan.step_id, self._sample(plan, logits, sampling))
+
+    def _layer_done(self, on_layers: OnLayers) -> LayerDone:
+        def layer_done(layer: int) -> None:
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()  # readers use other streams
+            on_layers(layer + 1)
+
+        return layer_done
+
+    def _place(self, plan: StepPlan) -> list[_Placed]:
+        """Rows as the attention likes them: single tokens first, shortest first."""
+        placed: list[_Placed] = []
+        start = 0
+        for row in sorted(plan.rows, key=lambda row: (len(row.token_ids) > 1, row.position)):
+            self._check(row)
+            num_tokens = len(row.token_ids)
+            placed.append(_Placed(row, RowSpan(start, num_tokens, row.position, self._slots(row))))
+            start += num_tokens
+        return placed
+
+    def _slots(self, row: StepRow) -> npt.NDArray[np.int64]:
+        """Slot of every token of the sequence up to the row's last one."""
+        block_size = self.layout.block_size
+        length = row.position + len(row.token_ids)
+        blocks = np.array(row.block_table[: -(-length // block_size)], np.int64)
+        return (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[:length]
+
+    def _check(self, row: StepRow) -> None:
+        name, length = row.sequence_id, row.position + len(row.token_ids)
+        if not row.token_ids or row.position < 0:
+            raise InternalFault(f"row of {name} has {len(row.token_ids)} tokens at position {row.position}")
+        if length > self.config.max_context:
+            raise InternalFault(f"row of {name} ends at {length} tokens, the context is {self.config.max_context}")
+        needed = -(-length // self.layout.block_size)
+        if len(row.block_table) < needed:
+            raise InternalFault(f"row of {name} has {len(row.block_table)} blocks, {length} tokens need {needed}")
+        used = row.block_table[:needed]
+        if min(used) < 0 or max(used) >= self.num_blocks:
+            raise InternalFault(f"row of {name} names block {max(used)}, the arena has 0 to {self.num_blocks - 1}")
+        if min(row.token_ids) < 0 or max(row.token_ids) >= self.config.vocab_size:
+            raise InternalFault(
+                f"row of {name} has token ids {min(row.token_ids)} to {max(row.token_ids)}, "
+                f"the vocabulary has 0 to {self.config.vocab_size - 1}"
+            )
+
+    def _tensors(self, placed: Sequence[_Placed], sampling: Sequence[_Placed]) -> StepTensors:
+        tokens = [token for item in placed for token in item.row.token_ids]
+        positions = np.concatenate([np.arange(span.num_tokens) + span.position for _, span in placed])
+        slots = np.concatenate([span.slots[span.position :] for _, span in placed])
+        sampled = [span.start + span.num_tokens - 1 for _, span in sampling]
+        return StepTensors(
+            tokens=torch.tensor(tokens, device=self.device),
+            positions=torch.from_numpy(positions).to(self.device),
+            slots=torch.from_numpy(slots).to(self.device),
+            sampled=torch.tensor(sampled, dtype=torch.int64, device=self.device),
+            attention=self._attention.plan([span for _, span in placed]),
+        )
+
+    def _sample(self, plan: StepPlan, logits: Tensor, sampling: Sequence[_Placed]) -> tuple[EmittedToken, ...]:
+        requests = [
+            SampleRequest(row.sampling, row.sequence_id.choice, row.output_position)
+            for row, _ in sampling
+            if row.sampling is not None
+        ]
+        drawn = zip(sampling, sample(logits, requests), strict=True)
+        by_sequence = {
+            item.row.sequence_id: EmittedToken(
+                item.row.sequence_id, item.row.output_position, result.token_id, result.logprobs
+            )
+            for item, result in drawn
+        }
+        return tuple(by_sequence[row.sequence_id] for row in plan.rows if row.sampling is not None)
+
+    def check_invariants(self) -> None:
+        """The arena agrees with its layout, and the layout with the model."""
+        self._arena.check_invariants()
+        if self.layout != self.config.kv_layout(self.layout.block_size):
+            raise InternalFault(f"the arena's layout {self.layout} is not the model's")
+
+
+def _checked_device(device: str) -> torch.device:
+    try:
+        checked = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device {device!r} is unknown; use cpu or cuda") from error
+    if checked.type not in ("cpu", "cuda"):
+        raise ConfigurationError(f"device {device!r} is not supported; use cpu or cuda")
+    if checked.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError(f"device {device!r} is not here (no CUDA device is visible); use cpu")
+    return checked

@@ -1,0 +1,27 @@
+"""Chained hashes of full blocks: equal in every process, whatever PYTHONHASHSEED says."""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+
+HASH_BYTES = 16
+
+
+def root_hash(model_digest: str, numerics: str, salt: str = "") -> BlockHash:
+    """Seed of every chain: KV of other weights, another precision promise or another tenant never matches."""
+    text = "\0".join((model_digest, numerics, salt))
+    return BlockHash(hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).digest())
+
+
+def extend_hashes(
+    hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, root: BlockHash
+) -> list[BlockHash]:
+    """Append to `hashes` those of the full blocks of token_ids that are not in it yet; returns it."""
+    for index in range(len(hashes), len(token_ids) // block_size):
+        parent = hashes[-1] if hashes else root
+        tokens = array("q", token_ids[index * block_size : (index + 1) * block_size])
+        hashes.append(BlockHash(hashlib.blake2b(parent + tokens.tobytes(), digest_size=HASH_BYTES).digest()))
+    return hashes

@@ -1,0 +1,146 @@
+"""One worker's KV blocks: the pool and the prefix index kept in step."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from disagg.core.errors import InternalFault
+from disagg.core.ids import BlockId
+from disagg.kvcache.block_hash import BlockHash, extend_hashes
+from disagg.kvcache.block_pool import BlockPool, BlockState
+from disagg.kvcache.prefix_index import PrefixIndex
+
+
+class Allocation(msgspec.Struct, frozen=True):
+    """Blocks of one sequence, in token order.
+
+    blocks    0 .. num_cached-1                     held, from the prefix index
+              num_cached .. num_cached+num_reserved-1   reserved for a peer's writes (only of a reservation)
+              the rest                              held, empty
+    """
+
+    blocks: tuple[BlockId, ...]
+    num_cached: int
+    num_reserved: int = 0
+
+    @property
+    def reserved(self) -> tuple[BlockId, ...]:
+        return self.blocks[self.num_cached : self.num_cached + self.num_reserved]
+
+    @property
+    def held(self) -> tuple[BlockId, ...]:
+        return self.blocks[: self.num_cached] + self.blocks[self.num_cached + self.num_reserved :]
+
+
+class KvCache:
+    """Allocation with reuse: evicts unused cached blocks, least recently used leaf first."""
+
+    def __init__(self, num_blocks: int, block_size: int, root: BlockHash) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self._root = root
+        self._index = PrefixIndex()
+        self.num_evicted = 0
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that an allocation could get now."""
+        return self.pool.count(BlockState.FREE) + self.pool.count(BlockState.CACHED)
+
+    def extend_hashes(self, hashes: list[BlockHash], token_ids: Sequence[int]) -> list[BlockHash]:
+        """Append the hashes of newly full blocks of token_ids to the sequence's own list."""
+        return extend_hashes(hashes, token_ids, self.block_size, self._root)
+
+    def num_matching_tokens(self, hashes: Sequence[BlockHash], max_tokens: int) -> int:
+        """Tokens of the longest cached prefix, in whole blocks, at most max_tokens."""
+        return len(self._match(hashes, max_tokens)) * self.block_size
+
+    def try_allocate(self, hashes: Sequence[BlockHash], max_cached: int, num_tokens: int) -> Allocation | None:
+        """Hold the longest cached prefix (at most max_cached tokens) and take blocks for num_tokens in all."""
+        return self._try(hashes, max_cached, num_reserved_tokens=0, num_tokens=num_tokens)
+
+    def try_reserve(
+        self, hashes: Sequence[BlockHash], num_prompt_tokens: int, num_tokens: int
+    ) -> Allocation | None:
+        """Hold the longest cached prefix, reserve the rest of the prompt for a peer, take blocks for the answer."""
+        return self._try(hashes, num_prompt_tokens, num_reserved_tokens=num_prompt_tokens, num_tokens=num_tokens)
+
+    def confirm(self, allocation: Allocation) -> None:
+        """The peer's writes are complete: the reserved blocks are held like the others."""
+        self.pool.confirm(allocation.reserved)
+
+    def quarantine(self, allocation: Allocation) -> None:
+        """Give up a reservation a peer may still write to: keep the reserved blocks apart, release the held."""
+        self.pool.quarantine(allocation.reserved)
+        self.release(allocation.held)
+
+    def unquarantine(self, blocks: Sequence[BlockId]) -> None:
+        self.pool.unquarantine(blocks)
+
+    def commit(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId], first: int) -> None:
+        """Index full, verified blocks [first, len(hashes)) of a chain whose blocks the caller holds.
+
+        Stops where another block already has the hash: whoever holds a child must hold its indexed parent.
+        """
+        for index in range(first, len(hashes)):
+            parent = hashes[index - 1] if index else None
+            if index and blocks[index - 1] not in self._index:
+                return
+            if not self._index.try_insert(hashes[index], parent, blocks[index]):
+                return
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """One user less of each. Last block first, so that leaves are evicted before their parents."""
+        for block in reversed(blocks):
+            is_indexed = block in self._index
+            if self.pool.release(block, keep_cached=is_indexed) and is_indexed:
+                self._index.mark_unused(block)
+
+    def check_invariants(self) -> None:
+        self.pool.check_invariants()
+        self._index.check_invariants()
+        for block in map(BlockId, range(self.pool.num_blocks)):
+            state = self.pool.state(block)
+            if state is BlockState.CACHED and block not in self._index:
+                raise InternalFault(f"block {block} is cached but not indexed")
+            if block in self._index and state not in (BlockState.CACHED, BlockState.HELD):
+                raise InternalFault(f"block {block} is indexed but {state}")
+
+    def _match(self, hashes: Sequence[BlockHash], max_tokens: int) -> list[BlockId]:
+        return self._index.match(hashes[: max_tokens // self.block_size])
+
+    def _try(
+        self, hashes: Sequence[BlockHash], max_cached: int, *, num_reserved_tokens: int, num_tokens: int
+    ) -> Allocation | None:
+        cached = self._match(hashes, max_cached)
+        num_total = self.num_blocks_for(num_tokens)
+        num_reserved = max(0, self.num_blocks_for(num_reserved_tokens) - len(cached))
+        num_new = max(0, num_total - len(cached))
+        num_reserved = min(num_reserved, num_new)
+        num_pinned = sum(1 for block in cached if self.pool.state(block) is BlockState.CACHED)
+        if num_new > self.num_available - num_pinned:
+            return None
+        self._hold(cached)
+        if not self._evict_until_free(num_new):
+            self.release(cached)
+            return None
+        reserved = self.pool.try_reserve(num_reserved) or []
+        taken = self.pool.try_take(num_new - num_reserved) or []
+        return Allocation(blocks=(*cached, *reserved, *taken), num_cached=len(cached), num_reserved=num_reserved)
+
+    def _hold(self, blocks: Sequence[BlockId]) -> None:
+        self.pool.hold(blocks)
+        for block in blocks:
+            self._index.mark_used(block)
+
+    def _evict_until_free(self, num_blocks: int) -> bool:
+        while self.pool.count(BlockState.FREE) < num_blocks:
+            block = self._index.evict()
+            if block is None:
+                return False
+            self.pool.uncache(block)
+            self.num_evicted += 1
+        return True

@@ -1,0 +1,128 @@
+"""Which workers serve a sequence, and on which path.
+
+The decode side is chosen first: it must hold the whole answer. Then the path: a mixed worker, or a decode worker that
+reads a short prompt itself, or a prefill worker that hands the KV over. Views are hints; the worker's answer decides.
+"""
+
+import enum
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from disagg.core.ids import WorkerId
+from disagg.core.roles import Role
+
+
+class Path(enum.StrEnum):
+    """How the prompt gets read."""
+
+    MIXED = "mixed"  # a mixed worker does both
+    LOCAL = "local"  # the decode worker reads the prompt itself
+    REMOTE = "remote"  # a prefill worker reads it and hands it over
+
+
+class PlacementReason(enum.StrEnum):
+    """Why this path. One metric label each."""
+
+    MIXED_WORKER = "mixed_worker"
+    SHORT_PROMPT = "short_prompt"
+    LONG_PROMPT = "long_prompt"
+    PREFILL_POOL_TOO_SMALL = "prefill_pool_too_small"  # a fallback: no paired prefill worker can hold the prompt
+
+
+class WorkerView(msgspec.Struct, frozen=True):
+    """What the router knows of one worker of the pool."""
+
+    worker_id: WorkerId
+    role: Role
+    num_blocks: int
+    block_size: int
+    num_claimed_blocks: int  # promised to open sequences
+    num_waiting_tokens: int  # prompt tokens sent there and not answered yet
+    num_open: int  # sequences sent there and not ended
+    partners: frozenset[WorkerId]  # workers it can hand KV to
+
+    @property
+    def num_pool_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """The answer: who decodes, who reads the prompt, why."""
+
+    path: Path
+    reason: PlacementReason
+    decode: WorkerId  # the mixed worker on the mixed path
+    prefill: WorkerId | None = None
+
+
+class NoPlacement(msgspec.Struct, frozen=True):
+    """Nobody can serve this now; a plain sentence says what is missing."""
+
+    missing: str
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What one sequence will take, in tokens."""
+
+    num_prompt_tokens: int
+    num_uncached_tokens: int  # of the prompt
+    num_total_tokens: int  # prompt and answer
+
+
+def choose(workers: Sequence[WorkerView], demand: Demand, local_prefill_tokens: int) -> Placement | NoPlacement:
+    """Place one sequence.
+
+    local_prefill_tokens: most uncached tokens that a decode worker reads itself; 0 means never, whatever the length.
+    """
+    pairs = usable_pairs(workers)
+    mixed = [view for view in workers if view.role is Role.MIXED]
+    decode_side = [*mixed, *{decode.worker_id: decode for _, decode in pairs}.values()]
+    if not decode_side:
+        return NoPlacement(what_is_missing(workers))
+    fitting = [view for view in decode_side if view.num_pool_tokens >= demand.num_total_tokens] or decode_side
+    decode = min(fitting, key=_decode_load)
+    if decode.role is Role.MIXED:
+        return Placement(Path.MIXED, PlacementReason.MIXED_WORKER, decode.worker_id)
+    if demand.num_uncached_tokens <= local_prefill_tokens:
+        return Placement(Path.LOCAL, PlacementReason.SHORT_PROMPT, decode.worker_id)
+    sources = [source for source, target in pairs if target.worker_id == decode.worker_id]
+    sources = [source for source in sources if source.num_pool_tokens >= demand.num_prompt_tokens]
+    if not sources:
+        return Placement(Path.LOCAL, PlacementReason.PREFILL_POOL_TOO_SMALL, decode.worker_id)
+    prefill = min(sources, key=_prefill_load)
+    return Placement(Path.REMOTE, PlacementReason.LONG_PROMPT, decode.worker_id, prefill.worker_id)
+
+
+def usable_pairs(workers: Iterable[WorkerView]) -> list[tuple[WorkerView, WorkerView]]:
+    """(prefill, decode) workers that have paired."""
+    views = {view.worker_id: view for view in workers}
+    return [
+        (view, views[partner])
+        for view in views.values()
+        if view.role is Role.PREFILL
+        for partner in sorted(view.partners)
+        if partner in views and views[partner].role is Role.DECODE
+    ]
+
+
+def what_is_missing(workers: Sequence[WorkerView]) -> str:
+    """A plain sentence; "" when requests can be served."""
+    if any(view.role is Role.MIXED for view in workers) or usable_pairs(workers):
+        return ""
+    roles = {view.role for view in workers}
+    if not roles:
+        return "no worker has registered"
+    if Role.PREFILL not in roles:
+        return "a decode worker is here, no prefill worker has registered"
+    if Role.DECODE not in roles:
+        return "a prefill worker is here, no decode worker has registered"
+    return "prefill and decode workers are here, but no two of them have paired"
+
+
+def _decode_load(view: WorkerView) -> tuple[float, int, WorkerId]:
+    return view.num_claimed_blocks / view.num_blocks, view.num_open, view.worker_id
+
+
+def _prefill_load(view: WorkerView) -> tuple[int, int, WorkerId]:
+    return view.num_waiting_tokens, view.num_open, view.worker_id

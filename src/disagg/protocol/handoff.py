@@ -1,0 +1,116 @@
+"""Both ends of a hand-off as tables.
+
+Source (whoever has or computes the KV):
+  1. QUEUED: nothing asked yet. The reservation is asked when the first chunk is about to run.
+  2. ASKING: the destination has been asked. A refusal puts it back to QUEUED.
+  3. OPEN: blocks are granted; every computed layer is pushed.
+  4. DRAINING: the prompt is computed, the last pushes are on their way.
+  5. DELIVERED: the destination's transport has verified every byte; blocks are kept until it says TAKEN or the lease ends.
+  6. STOPPING: cancelled while bytes of ours are still being read by the transport.
+
+Destination (whoever will use it):
+  1. EXPECTED: the router has announced the sequence; no blocks yet.
+  2. RECEIVING: blocks are reserved, the peer may write.
+  3. COMPLETE: all layers are verified (and, where one is due, the first token is here); the grant is being withdrawn.
+  4. FENCING: given up; blocks stay in quarantine until the transport's fence holds.
+"""
+
+import enum
+
+import msgspec
+
+from disagg.core.ids import Fence, HandoffId
+from disagg.protocol.table import TransitionTable
+
+
+class SourceState(enum.StrEnum):
+    QUEUED = "QUEUED"
+    ASKING = "ASKING"
+    OPEN = "OPEN"
+    DRAINING = "DRAINING"
+    DELIVERED = "DELIVERED"
+    STOPPING = "STOPPING"
+    CLOSED = "CLOSED"
+
+
+class SourceTrigger(enum.StrEnum):
+    RESERVATION_REQUESTED = "reservation requested"
+    RESERVATION_GRANTED = "reservation granted"
+    RESERVATION_REFUSED = "reservation refused"
+    PREFILL_FINISHED = "prefill finished"
+    WRITES_ACKNOWLEDGED = "writes acknowledged"
+    TAKEN = "taken"
+    CANCELLED = "cancelled"  # with no write outstanding
+    CANCELLED_MIDWAY = "cancelled midway"  # writes outstanding: wait until the transport has stopped
+    WRITES_STOPPED = "writes stopped"
+
+
+class DestinationState(enum.StrEnum):
+    EXPECTED = "EXPECTED"
+    RECEIVING = "RECEIVING"
+    COMPLETE = "COMPLETE"
+    FENCING = "FENCING"
+    CLOSED = "CLOSED"
+
+
+class DestinationTrigger(enum.StrEnum):
+    RESERVED = "reserved"
+    ALL_VERIFIED = "all verified"
+    GRANT_FENCED = "grant fenced"
+    CANCELLED = "cancelled"
+
+
+_S, _ST = SourceState, SourceTrigger
+SOURCE_TABLE: TransitionTable[SourceState, SourceTrigger] = TransitionTable(
+    "hand-off source",
+    _S.QUEUED,
+    {
+        (_S.QUEUED, _ST.RESERVATION_REQUESTED): _S.ASKING,
+        (_S.QUEUED, _ST.CANCELLED): _S.CLOSED,
+        (_S.ASKING, _ST.RESERVATION_GRANTED): _S.OPEN,
+        (_S.ASKING, _ST.RESERVATION_REFUSED): _S.QUEUED,
+        (_S.ASKING, _ST.CANCELLED): _S.CLOSED,
+        (_S.OPEN, _ST.PREFILL_FINISHED): _S.DRAINING,
+        (_S.OPEN, _ST.CANCELLED): _S.CLOSED,
+        (_S.OPEN, _ST.CANCELLED_MIDWAY): _S.STOPPING,
+        (_S.DRAINING, _ST.WRITES_ACKNOWLEDGED): _S.DELIVERED,
+        (_S.DRAINING, _ST.CANCELLED): _S.CLOSED,
+        (_S.DRAINING, _ST.CANCELLED_MIDWAY): _S.STOPPING,
+        (_S.DELIVERED, _ST.TAKEN): _S.CLOSED,
+        (_S.DELIVERED, _ST.CANCELLED): _S.CLOSED,
+        (_S.STOPPING, _ST.WRITES_STOPPED): _S.CLOSED,
+    },
+)
+
+_D, _DT = DestinationState, DestinationTrigger
+DESTINATION_TABLE: TransitionTable[DestinationState, DestinationTrigger] = TransitionTable(
+    "hand-off destination",
+    _D.EXPECTED,
+    {
+        (_D.EXPECTED, _DT.RESERVED): _D.RECEIVING,
+        (_D.EXPECTED, _DT.CANCELLED): _D.CLOSED,
+        (_D.RECEIVING, _DT.ALL_VERIFIED): _D.COMPLETE,
+        (_D.RECEIVING, _DT.CANCELLED): _D.FENCING,
+        (_D.COMPLETE, _DT.GRANT_FENCED): _D.CLOSED,
+        (_D.COMPLETE, _DT.CANCELLED): _D.FENCING,
+        (_D.FENCING, _DT.GRANT_FENCED): _D.CLOSED,
+    },
+)
+
+
+class GrantKey(msgspec.Struct, frozen=True, array_like=True):
+    """Names one reservation for the transport; differs between incarnations and attempts."""
+
+    handoff_id: HandoffId
+    fence: Fence
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+_KEY_DECODER = msgspec.msgpack.Decoder(GrantKey)
+
+
+def decode_grant_key(key: bytes) -> GrantKey:
+    """Raises msgspec.DecodeError for bytes that are no key."""
+    return _KEY_DECODER.decode(key)

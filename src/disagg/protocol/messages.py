@@ -1,0 +1,259 @@
+"""Every message that crosses a control connection.
+
+    worker -> router   RegisterWorker, ReportPairing, EmitTokens, ReportFailure, ReportState
+    router -> worker   AnswerRegistration, AnnouncePeers, StartSequence, AbortSequence
+    worker -> worker   RequestPairing, AnswerPairing, RequestReservation, AnswerReservation,
+                       FinishPrefill, TakeHandoff, CancelHandoff, RenewLeases
+    any direction      Beat
+
+Leases travel as remaining seconds; clocks of two processes are never compared.
+"""
+
+import msgspec
+
+from disagg.core.endpoints import Endpoint
+from disagg.core.errors import Failure
+from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, SequenceId, WorkerId
+from disagg.core.request import EmittedToken, FinishReason, SequenceSpec
+from disagg.core.roles import Numerics, Role, Task
+from disagg.core.spans import KvLayout
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+
+
+class PoolCard(msgspec.Struct, frozen=True, array_like=True):
+    """What must be equal between two workers that serve one model."""
+
+    model: str  # the name clients use
+    model_digest: str  # over the weights, not only the geometry
+    tokenizer_digest: str
+    numerics: Numerics
+    vocab_size: int
+    max_context: int  # tokens
+
+
+class WorkerCard(msgspec.Struct, frozen=True, array_like=True):
+    """Everything others need to know of a worker; fixed for one incarnation except for its role."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    role: Role
+    pool: PoolCard
+    layout: KvLayout
+    num_blocks: int
+    control_address: str  # "host:port" where peers connect
+    data_endpoints: tuple[Endpoint, ...]
+    protocol_min: int = PROTOCOL_MIN
+    protocol_max: int = PROTOCOL_MAX
+
+
+class CounterValue(msgspec.Struct, frozen=True, array_like=True):
+    """One running total: its name in the table of metrics, the value of its label ("" without), the total."""
+
+    name: str
+    label: str
+    total: float
+
+
+class WorkerState(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker says of itself with every beat. A hint to routers: the worker's answer decides."""
+
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_reserved_blocks: int = 0
+    num_held_blocks: int = 0
+    num_quarantined_blocks: int = 0
+    num_waiting: int = 0  # sequences without blocks
+    num_running: int = 0
+    num_handoffs: int = 0  # both ends
+    num_waiting_tokens: int = 0  # prompt tokens not yet computed
+    counters: tuple[CounterValue, ...] = ()
+
+
+# --- worker -> router -------------------------------------------------------------------------------------------
+
+
+class RegisterWorker(msgspec.Struct, frozen=True, array_like=True, tag="register_worker"):
+    """First message of a worker's connection to a router."""
+
+    card: WorkerCard
+
+
+class ReportPairing(msgspec.Struct, frozen=True, array_like=True, tag="report_pairing"):
+    """Whether this worker can hand KV to `peer`; failure is None when it can."""
+
+    peer: WorkerId
+    peer_incarnation: Incarnation
+    failure: Failure | None
+
+
+class PromptReport(msgspec.Struct, frozen=True, array_like=True):
+    """Sent with the first token by the worker that computed it: how the prompt was read."""
+
+    sequence_id: SequenceId
+    num_cached_tokens: int  # prompt tokens answered by this worker's prefix index
+    num_computed_tokens: int
+
+
+class SequenceReport(msgspec.Struct, frozen=True, array_like=True):
+    """What one worker did for one sequence, sent once when its part has ended well."""
+
+    sequence_id: SequenceId
+    task: Task
+    finish_reason: FinishReason | None = None  # set by the worker that wrote the last token
+    num_computed_tokens: int = 0  # prompt tokens this worker computed
+    num_received_tokens: int = 0  # prompt tokens whose KV came from the peer
+    handoff_bytes: int = 0  # source only: bytes acknowledged by the destination
+    hidden_bytes: int = 0  # source only: of those, acknowledged before the prompt was computed
+
+
+class EmitTokens(msgspec.Struct, frozen=True, array_like=True, tag="emit_tokens"):
+    """All tokens of one step, and the sequences whose part ended with it."""
+
+    tokens: tuple[EmittedToken, ...]
+    prompts: tuple[PromptReport, ...] = ()
+    reports: tuple[SequenceReport, ...] = ()
+
+
+class ReportFailure(msgspec.Struct, frozen=True, array_like=True, tag="report_failure"):
+    """This worker cannot do its part of a sequence and has dropped it."""
+
+    sequence_id: SequenceId
+    attempt: int
+    failure: Failure
+
+
+class ReportState(msgspec.Struct, frozen=True, array_like=True, tag="report_state"):
+    """Sent with every beat and whenever the role changes."""
+
+    role: Role
+    state: WorkerState
+
+
+# --- router -> worker -------------------------------------------------------------------------------------------
+
+
+class AnswerRegistration(msgspec.Struct, frozen=True, array_like=True, tag="answer_registration"):
+    """Accepted when failure is None."""
+
+    router: Incarnation
+    beat_interval_s: float
+    failure: Failure | None = None
+
+
+class AnnouncePeers(msgspec.Struct, frozen=True, array_like=True, tag="announce_peers"):
+    """All workers this one should pair with; who is missing has left."""
+
+    peers: tuple[WorkerCard, ...]
+
+
+class StartSequence(msgspec.Struct, frozen=True, array_like=True, tag="start_sequence"):
+    """One worker's part of one sequence. peer: the other end of the hand-off, if there is one."""
+
+    spec: SequenceSpec
+    task: Task
+    attempt: int
+    peer: WorkerId | None = None
+    peer_incarnation: Incarnation | None = None
+
+
+class AbortSequence(msgspec.Struct, frozen=True, array_like=True, tag="abort_sequence"):
+    """Drop a sequence wherever it stands. Unknown ids are ignored and counted."""
+
+    sequence_id: SequenceId
+    reason: str
+
+
+# --- worker -> worker -------------------------------------------------------------------------------------------
+
+
+class RequestPairing(msgspec.Struct, frozen=True, array_like=True, tag="request_pairing"):
+    """First message of a connection between workers."""
+
+    card: WorkerCard
+
+
+class AnswerPairing(msgspec.Struct, frozen=True, array_like=True, tag="answer_pairing"):
+    """Accepted when failure is None; the card is the answerer's."""
+
+    card: WorkerCard
+    failure: Failure | None = None
+
+
+class RequestReservation(msgspec.Struct, frozen=True, array_like=True, tag="request_reservation"):
+    """Source to destination, when the first chunk is about to run."""
+
+    handoff_id: HandoffId
+    fence: Fence
+    num_tokens: int
+    lease_s: float  # how long the source keeps its blocks without hearing from the destination
+
+
+class AnswerReservation(msgspec.Struct, frozen=True, array_like=True, tag="answer_reservation"):
+    """Blocks for the whole prompt, or a refusal. Nobody waits: a refused request is asked again later."""
+
+    handoff_id: HandoffId
+    fence: Fence
+    failure: Failure | None = None
+    retry_after_s: float = 0.0
+    blocks: tuple[BlockId, ...] = ()
+    first_missing_token: int = 0
+    lease_s: float = 0.0
+    grant_key: bytes = b""
+    num_blocks: int = 0  # of the destination's arena: with its layout, what turns blocks into byte ranges
+
+
+class FinishPrefill(msgspec.Struct, frozen=True, array_like=True, tag="finish_prefill"):
+    """Source to destination: the prompt is computed; here is the first token. None for a prefix hand-off."""
+
+    handoff_id: HandoffId
+    fence: Fence
+    first_token: EmittedToken | None
+
+
+class TakeHandoff(msgspec.Struct, frozen=True, array_like=True, tag="take_handoff"):
+    """Destination to source: all is here and verified; the source may let go."""
+
+    handoff_id: HandoffId
+    fence: Fence
+
+
+class CancelHandoff(msgspec.Struct, frozen=True, array_like=True, tag="cancel_handoff"):
+    """Either end: this hand-off is over without success."""
+
+    handoff_id: HandoffId
+    fence: Fence
+    failure: Failure
+
+
+class RenewLeases(msgspec.Struct, frozen=True, array_like=True, tag="renew_leases"):
+    """Either end: I still want these hand-offs; keep what you hold for them another lease_s."""
+
+    handoff_ids: tuple[HandoffId, ...]
+    lease_s: float
+
+
+# --- any direction ----------------------------------------------------------------------------------------------
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+    """I am alive: my loop turns."""
+
+    number: int
+
+
+WorkerToRouter = RegisterWorker | ReportPairing | EmitTokens | ReportFailure | ReportState | Beat
+RouterToWorker = AnswerRegistration | AnnouncePeers | StartSequence | AbortSequence | Beat
+WorkerToWorker = (
+    RequestPairing
+    | AnswerPairing
+    | RequestReservation
+    | AnswerReservation
+    | FinishPrefill
+    | TakeHandoff
+    | CancelHandoff
+    | RenewLeases
+    | Beat
+)
+Message = WorkerToRouter | RouterToWorker | WorkerToWorker

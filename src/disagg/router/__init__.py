@@ -1,0 +1,1 @@
+"""HTTP in, text to tokens, placement, streams out."""

@@ -1,0 +1,202 @@
+"""One HTTP request's answers: submits a request for each prompt, merges their events, turns tokens into pieces of text.
+
+submit        all prompts, or none: a refusal takes back what was submitted before it
+next_pieces   waits for one event; [] when it shows nothing yet, None after the last one
+close         aborts what has not ended; always called, whether the client is there or not
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Final, Protocol
+
+import msgspec
+
+from disagg.core.errors import DisaggError, InternalFault
+from disagg.core.request import FinishReason
+from disagg.dispatch.stream import GenerateRequest, GenerationService, RequestFailed, StreamEvent, TokenStream
+from disagg.modelfiles.tokenizer import ModelTokenizer
+from disagg.router.choice import ChoiceText, Piece, TokenEntry
+from disagg.router.stop_strings import StopAutomaton
+
+_MAX_MERGED: Final = 64  # events that wait for a slow client, before the streams themselves hold them
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts over all prompts and choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class WholeChoice(msgspec.Struct, frozen=True):
+    """One finished choice of an answer that is not streamed."""
+
+    index: int
+    text: str
+    entries: tuple[TokenEntry, ...]
+    finish_reason: FinishReason
+
+
+class OpenAnswer:
+    """The open streams behind one HTTP request. Choice i of prompt p has index p * num_choices + i."""
+
+    def __init__(
+        self,
+        service: GenerationService,
+        requests: Sequence[GenerateRequest],
+        tokenizer: ModelTokenizer,
+        stop: Sequence[str],
+    ) -> None:
+        """Submit everything. Raises what the service raises; then nothing stays submitted."""
+        self._num_prompt_tokens = sum(len(request.prompt_ids) for request in requests)
+        self._num_choices = requests[0].num_choices
+        self._streams = _submit_all(service, requests)
+        self._events: _Events = _SingleEvents(self._streams[0]) if len(self._streams) == 1 else _Merged(self._streams)
+        stops = StopAutomaton(stop) if stop else None
+        self._choices = [
+            ChoiceText(index, tokenizer, stops, requests[0].sampling.stop_token_ids)
+            for index in range(self._num_choices * len(requests))
+        ]
+        self._has_ended = False
+
+    @property
+    def name(self) -> str:
+        """Names the answer in logs of every process: the first stream's request id."""
+        return str(self._streams[0].request_id)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=sum(choice.num_tokens for choice in self._choices),
+            cached_tokens=sum(stream.num_cached_tokens for stream in self._streams),
+        )
+
+    async def next_pieces(self) -> list[Piece] | None:
+        """Wait for the next event. Raises the DisaggError with which a stream failed."""
+        found = await self._events.next()
+        if found is None:
+            self._has_ended = True
+            unfinished = [choice.index for choice in self._choices if choice.finish_reason is None]
+            if unfinished:
+                raise InternalFault(f"answer {self.name} ended, but its choices {unfinished} did not finish")
+            return None
+        number, event = found
+        if isinstance(event, RequestFailed):
+            raise event.error
+        choice = self._choices[number * self._num_choices + event.choice]
+        was_finished = choice.finish_reason is not None
+        piece = choice.feed(event.tokens, event.finish_reason)
+        if choice.is_stopped_by_text and not was_finished and event.finish_reason is None:
+            self._streams[number].finish_choice(event.choice)
+        return [] if piece is None else [piece]
+
+    async def collect(self) -> list[WholeChoice]:
+        """Wait for the whole answer."""
+        pieces: list[list[Piece]] = [[] for _ in self._choices]
+        while (found := await self.next_pieces()) is not None:
+            for piece in found:
+                pieces[piece.index].append(piece)
+        return [_join(parts) for parts in pieces]
+
+    async def close(self) -> None:
+        """Abort whatever has not ended. Idempotent."""
+        if not self._has_ended:
+            self._has_ended = True
+            for stream in self._streams:
+                stream.abort()
+        await self._events.close()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when choices and streams do not fit together."""
+        assert len(self._choices) == self._num_choices * len(self._streams)
+        for choice in self._choices:
+            choice.check_invariants()
+
+
+def _submit_all(service: GenerationService, requests: Sequence[GenerateRequest]) -> list[TokenStream]:
+    streams: list[TokenStream] = []
+    try:
+        for request in requests:
+            streams.append(service.submit(request))
+    except BaseException:
+        for stream in streams:
+            stream.abort()
+        raise
+    return streams
+
+
+def _join(pieces: Sequence[Piece]) -> WholeChoice:
+    reason = pieces[-1].finish_reason
+    assert reason is not None  # next_pieces has checked that every choice finished
+    entries = tuple(entry for piece in pieces for entry in piece.entries)
+    return WholeChoice(pieces[0].index, "".join(piece.text for piece in pieces), entries, reason)
+
+
+class _Events(Protocol):
+    """Events of some streams, each with its stream's number; None at the end."""
+
+    async def next(self) -> tuple[int, StreamEvent] | None: ...
+
+    async def close(self) -> None: ...
+
+
+class _SingleEvents:
+    """The common case, without a task or queue in between."""
+
+    def __init__(self, stream: TokenStream) -> None:
+        self._iterator: AsyncIterator[StreamEvent] = stream.events()
+
+    async def next(self) -> tuple[int, StreamEvent] | None:
+        async for event in self._iterator:
+            return 0, event
+        return None
+
+    async def close(self) -> None:
+        await _close_iterator(self._iterator)
+
+
+class _Merged:
+    """One task for each stream feeds a bounded queue."""
+
+    def __init__(self, streams: Sequence[TokenStream]) -> None:
+        self._queue: asyncio.Queue[tuple[int, StreamEvent] | None] = asyncio.Queue(_MAX_MERGED)
+        self._num_open = len(streams)
+        self._tasks = [asyncio.create_task(self._pump(number, stream)) for number, stream in enumerate(streams)]
+
+    async def next(self) -> tuple[int, StreamEvent] | None:
+        while self._num_open:
+            found = await self._queue.get()
+            if found is not None:
+                return found
+            self._num_open -= 1
+        return None
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _pump(self, number: int, stream: TokenStream) -> None:
+        iterator = stream.events()
+        try:
+            async for event in iterator:
+                await self._queue.put((number, event))
+        except Exception as error:
+            # A stream that raises instead of reporting must not leave the client waiting.
+            fault = error if isinstance(error, DisaggError) else InternalFault(f"a token stream broke: {error!r}")
+            await self._queue.put((number, RequestFailed(fault)))
+        finally:
+            await _close_iterator(iterator)
+        await self._queue.put(None)
+
+
+async def _close_iterator(iterator: AsyncIterator[StreamEvent]) -> None:
+    close = getattr(iterator, "aclose", None)
+    if close is not None:
+        await close()

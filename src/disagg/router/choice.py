@@ -1,0 +1,96 @@
+"""One choice of one answer: tokens in, pieces of text with their log probabilities out."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from disagg.core.request import EmittedToken, FinishReason
+from disagg.modelfiles.tokenizer import ModelTokenizer
+from disagg.router.detokenizer import start_detokenizer
+from disagg.router.stop_strings import StopAutomaton, StopFilter
+
+
+class TokenEntry(msgspec.Struct, frozen=True):
+    """One token whose log probabilities the client wants, and where its text begins in the answer (characters)."""
+
+    token: EmittedToken
+    offset: int
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """What one delivery adds to a choice. finish_reason is set in its last piece."""
+
+    index: int
+    text: str
+    entries: tuple[TokenEntry, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+class ChoiceText:
+    """Text of one choice as it grows. Log probabilities are released together with the text of their token."""
+
+    def __init__(
+        self, index: int, tokenizer: ModelTokenizer, stops: StopAutomaton | None, end_ids: Sequence[int]
+    ) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self._end_ids = frozenset(end_ids)
+        self._detokenizer = start_detokenizer(tokenizer)
+        self._filter = StopFilter(stops) if stops is not None else None
+        self._num_decoded = 0
+        self._num_shown = 0
+        self._waiting: deque[TokenEntry] = deque()
+
+    @property
+    def is_stopped_by_text(self) -> bool:
+        """Whether a stop string ended this choice, so that its workers must be told."""
+        return self._filter is not None and self._filter.is_stopped
+
+    def feed(self, tokens: Sequence[EmittedToken], finish_reason: FinishReason | None) -> Piece | None:
+        """Take the next tokens in order. None when nothing can be shown yet or the choice has already ended."""
+        if self.finish_reason is not None:
+            return None
+        shown: list[str] = []
+        for token in tokens:
+            self.num_tokens += 1
+            if token.token_id in self._end_ids:
+                continue
+            if token.logprobs is not None:
+                self._waiting.append(TokenEntry(token, self._num_decoded))
+            shown.append(self._show(self._detokenizer.push(token.token_id)))
+            if self.is_stopped_by_text:
+                break
+        if finish_reason is not None and not self.is_stopped_by_text:
+            shown.append(self._show(self._detokenizer.flush()))
+            if self._filter is not None and not self._filter.is_stopped:
+                shown.append(self._filter.flush())
+        text = "".join(shown)
+        self._num_shown += len(text)
+        self.finish_reason = FinishReason.STOP if self.is_stopped_by_text else finish_reason
+        entries = self._release()
+        if not text and not entries and self.finish_reason is None:
+            return None
+        return Piece(self.index, text, entries, self.finish_reason)
+
+    def _show(self, delta: str) -> str:
+        self._num_decoded += len(delta)
+        return self._filter.push(delta) if self._filter is not None else delta
+
+    def _release(self) -> tuple[TokenEntry, ...]:
+        """Entries whose text has begun to show; at an ordinary end all that wait."""
+        released: list[TokenEntry] = []
+        at_end = self.finish_reason is not None and not self.is_stopped_by_text
+        while self._waiting and (at_end or self._waiting[0].offset < self._num_shown):
+            released.append(self._waiting.popleft())
+        if self.finish_reason is not None:
+            self._waiting.clear()
+        return tuple(released)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when more is shown than decoded, or entries outlive their choice."""
+        assert self._num_shown <= self._num_decoded
+        assert self.finish_reason is None or not self._waiting
+        if self._filter is not None:
+            self._filter.check_invariants()

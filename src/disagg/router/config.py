@@ -1,0 +1,65 @@
+"""How the router process is set up, and the one line it prints when it listens."""
+
+import msgspec
+
+from disagg.core.errors import ConfigurationError
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One router. Raises ConfigurationError when a value cannot work."""
+
+    models: tuple[tuple[str, str], ...]  # (what clients call it, path of its tokenizer and template)
+    host: str = "127.0.0.1"
+    port: int = 8000  # HTTP; 0: any free one
+    control_host: str = "127.0.0.1"
+    control_port: int = 8001  # where workers register; 0: any free one
+    local_prefill_tokens: int = 512  # prompts with at most this many uncached tokens stay on the decode worker; 0: none
+    max_open_requests: int = 1024
+    beat_interval_s: float = 0.5
+    beat_timeout_s: float = 5.0
+    max_body_bytes: int = 8 << 20
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ConfigurationError("no model: name at least one as NAME=PATH")
+        names = [name for name, _ in self.models]
+        if len(set(names)) != len(names) or not all(names):
+            raise ConfigurationError(f"model names {names}: each must be given once and not be empty")
+        for field, port in (("port", self.port), ("control_port", self.control_port)):
+            if not 0 <= port <= 65535:
+                raise ConfigurationError(f"{field} is {port}: it must be 0 (any free one) to 65535")
+        if self.port == self.control_port and self.port and self.host == self.control_host:
+            raise ConfigurationError(f"port and control_port are both {self.port}: choose two different ones")
+        limits = (
+            ("local_prefill_tokens", self.local_prefill_tokens, 0),
+            ("max_open_requests", self.max_open_requests, 1),
+            ("max_body_bytes", self.max_body_bytes, 1024),
+        )
+        for field, value, least in limits:
+            if value < least:
+                raise ConfigurationError(f"{field} is {value}: it must be at least {least}")
+        if not 0 < self.beat_interval_s < self.beat_timeout_s:
+            raise ConfigurationError(
+                f"beat_interval_s is {self.beat_interval_s:g}: it must be above 0 and below beat_timeout_s "
+                f"({self.beat_timeout_s:g})"
+            )
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """Printed on stdout as one JSON line once both ports listen; how a launcher learns ports that were 0."""
+
+    http: str  # "host:port"
+    control: str  # "host:port"
+
+
+def encode_announcement(announcement: Announcement) -> str:
+    """One JSON line without its newline."""
+    return msgspec.json.encode(announcement).decode()
+
+
+def decode_announcement(line: str) -> Announcement | None:
+    """The announcement in a line of a router's stdout; None for any other line."""
+    try:
+        return msgspec.json.decode(line, type=Announcement)
+    except msgspec.DecodeError:
+        return None

@@ -1,0 +1,60 @@
+"""Token ids of one answer to text, one token at a time, never half a character."""
+
+import codecs
+from typing import Final, Protocol
+
+from tokenizers.decoders import DecodeStream
+
+from disagg.modelfiles.tokenizer import ModelTokenizer
+
+_UTF8: Final = codecs.getincrementaldecoder("utf-8")
+
+
+class Detokenizer(Protocol):
+    """Text of one answer. Special tokens add nothing."""
+
+    def push(self, token_id: int) -> str:
+        """Text that is certain after this token: "" while a character is incomplete."""
+
+    def flush(self) -> str:
+        """What is left at the end; a character that never became whole is U+FFFD."""
+
+
+def start_detokenizer(tokenizer: ModelTokenizer) -> Detokenizer:
+    """A fresh detokenizer for one answer."""
+    return _ByteDetokenizer(tokenizer) if tokenizer.is_bytewise else _PieceDetokenizer(tokenizer)
+
+
+class _ByteDetokenizer:
+    """For vocabularies whose tokens are byte strings: work per token is its own bytes."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._hidden = tokenizer.special_ids
+        self._decoder = _UTF8(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return "" if token_id in self._hidden else self._decoder.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+class _PieceDetokenizer:
+    """For vocabularies that join words by rules (WordPiece and others): the library's own stream decides."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._num_sent = 0
+
+    def push(self, token_id: int) -> str:
+        self._ids.append(token_id)
+        text = self._stream.step(self._tokenizer.backend, token_id) or ""
+        self._num_sent += len(text)
+        return text
+
+    def flush(self) -> str:
+        whole: str = self._tokenizer.backend.decode(self._ids, skip_special_tokens=True)
+        return whole[self._num_sent :]

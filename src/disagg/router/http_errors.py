@@ -1,0 +1,94 @@
+"""Errors as OpenAI's clients know them: an HTTP status and {"error": {message, type, param, code}}."""
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+from starlette.responses import Response
+
+from disagg.core.errors import (
+    DisaggError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    PeerFault,
+    RequestError,
+    Unavailable,
+)
+
+JSON: Final = "application/json"
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The inside of OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    error: ErrorBody
+
+
+class HttpError(msgspec.Struct, frozen=True):
+    """An error ready to be sent."""
+
+    status: int
+    body: ErrorBody
+    retry_after_s: float | None = None
+
+    @property
+    def json(self) -> bytes:
+        return msgspec.json.encode(_Envelope(self.body))
+
+    def response(self) -> Response:
+        # Clients count in whole seconds; 0 would be a busy loop.
+        headers: Mapping[str, str] | None = (
+            None if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+        )
+        return Response(self.json, self.status, headers, media_type=JSON)
+
+
+def http_error(error: Exception) -> HttpError:
+    """Translate at the border. What is not a DisaggError is told without its details, which belong in the log."""
+    message = str(error)
+    match error:
+        case InvalidRequest():
+            return HttpError(400, ErrorBody(message, "invalid_request_error", error.param, error.code))
+        case ModelNotFound():
+            code = error.code or "model_not_found"
+            return HttpError(404, ErrorBody(message, "invalid_request_error", error.param or "model", code))
+        case RequestError():
+            return HttpError(400, ErrorBody(message, "invalid_request_error", error.param, error.code))
+        case Overloaded():
+            return HttpError(
+                429, ErrorBody(message, "server_overloaded", None, "server_overloaded"), error.retry_after_s
+            )
+        case Unavailable():
+            body = ErrorBody(message, "service_unavailable", None, "service_unavailable")
+            return HttpError(503, body, error.retry_after_s)
+        case PeerFault():
+            return HttpError(502, ErrorBody(message, "server_error", None, "worker_failed"))
+        case DisaggError():
+            return HttpError(500, ErrorBody(message, "server_error", None, "internal_error"))
+        case _:
+            text = f"the server failed on this request ({type(error).__name__}); its log has the details"
+            return HttpError(500, ErrorBody(text, "server_error", None, "internal_error"))
+
+
+def body_too_large(max_body_bytes: int) -> HttpError:
+    """413: the body is over the limit."""
+    message = f"the body is larger than {max_body_bytes} bytes; send less text at once"
+    return HttpError(413, ErrorBody(message, "invalid_request_error", None, "body_too_large"))
+
+
+def routing_error(status: int, method: str, path: str) -> HttpError:
+    """404 or 405 of the HTTP layer itself."""
+    if status == 405:
+        text, code = f"{path} does not take {method}", "method_not_allowed"
+    else:
+        text, code = f"there is nothing at {path}", "not_found"
+    return HttpError(status, ErrorBody(text, "invalid_request_error", None, code))

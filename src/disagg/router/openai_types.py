@@ -1,0 +1,232 @@
+"""Requests of OpenAI's API as typed values, read with care from JSON.
+
+Unknown keys are ignored. Known ones that would change the answer and are not supported yet are refused by name.
+"""
+
+from collections.abc import Sequence
+from typing import Final, cast
+
+import msgspec
+
+from disagg.core.errors import InvalidRequest
+from disagg.modelfiles.chat_template import ChatMessage
+from disagg.router.fields import Fields, JsonObject, kind_of, wrong_type
+
+MAX_CHOICES: Final = 128  # of one request, over all its prompts
+MAX_STOPS: Final = 4
+MAX_STOP_CHARACTERS: Final = 1024
+MAX_CHAT_LOGPROBS: Final = 20
+MAX_COMPLETION_LOGPROBS: Final = 5
+DEFAULT_COMPLETION_TOKENS: Final = 16
+_MAX_TOKENS: Final = 2**31 - 1
+_INT64: Final = (-(2**63), 2**63 - 1)
+_ROLES: Final = ("system", "developer", "user", "assistant")
+
+Prompt = str | tuple[int, ...]
+
+
+class CommonParams(msgspec.Struct, frozen=True):
+    """What both endpoints take."""
+
+    model: str
+    num_choices: int
+    max_tokens: int | None  # None: as many as the endpoint's default
+    temperature: float
+    top_p: float
+    seed: int | None
+    stop: tuple[str, ...]
+    stream: bool
+    include_usage: bool
+    num_logprobs: int | None
+    ignores_eos: bool = False  # an extension that load generators use: write on past the end of the text
+
+
+class ChatRequest(msgspec.Struct, frozen=True):
+    """Body of POST /v1/chat/completions."""
+
+    params: CommonParams
+    messages: tuple[ChatMessage, ...]
+
+
+class CompletionRequest(msgspec.Struct, frozen=True):
+    """Body of POST /v1/completions: one answer (times n) for each prompt."""
+
+    params: CommonParams
+    prompts: tuple[Prompt, ...]
+
+
+def read_chat(body: JsonObject) -> ChatRequest:
+    """Raises InvalidRequest naming the first field that is wrong."""
+    fields = Fields(body)
+    model = fields.text("model")
+    fields.refuse_unless("tools", [])
+    fields.refuse_unless("functions", [])
+    fields.refuse_unless("tool_choice", "none", "auto")
+    fields.refuse_unless("function_call", "none", "auto")
+    fields.refuse_unless("response_format", {"type": "text"})
+    fields.refuse_unless("modalities", ["text"], [])
+    fields.refuse_unless("reasoning_effort", "none")
+    for key in ("audio", "prediction", "web_search_options"):
+        fields.refuse_unless(key)
+    messages = _read_messages(fields)
+    max_tokens = fields.integer("max_completion_tokens", 1, _MAX_TOKENS)
+    if max_tokens is None:
+        max_tokens = fields.integer("max_tokens", 1, _MAX_TOKENS)
+    top = fields.integer("top_logprobs", 0, MAX_CHAT_LOGPROBS)
+    wants_logprobs = fields.boolean("logprobs")
+    if top is not None and not wants_logprobs:
+        raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
+    num_logprobs = (top or 0) if wants_logprobs else None
+    return ChatRequest(_read_common(fields, model, max_tokens, num_logprobs), messages)
+
+
+def read_completion(body: JsonObject) -> CompletionRequest:
+    """Raises InvalidRequest naming the first field that is wrong."""
+    fields = Fields(body)
+    model = fields.text("model")
+    fields.refuse_unless("echo", False)
+    fields.refuse_unless("suffix", "")
+    fields.refuse_unless("best_of", 1, fields.values.get("n"))
+    prompts = _read_prompts(fields)
+    max_tokens = fields.integer("max_tokens", 1, _MAX_TOKENS) or DEFAULT_COMPLETION_TOKENS
+    if isinstance(fields.values.get("logprobs"), bool):
+        raise wrong_type("logprobs", f"an integer from 0 to {MAX_COMPLETION_LOGPROBS}", fields.values["logprobs"])
+    num_logprobs = fields.integer("logprobs", 0, MAX_COMPLETION_LOGPROBS)
+    params = _read_common(fields, model, max_tokens, num_logprobs)
+    if params.num_choices * len(prompts) > MAX_CHOICES:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts times n={params.num_choices} are more than {MAX_CHOICES} answers; send fewer",
+            param="prompt",
+        )
+    return CompletionRequest(params, prompts)
+
+
+def _read_common(fields: Fields, model: str, max_tokens: int | None, num_logprobs: int | None) -> CommonParams:
+    fields.refuse_unless("logit_bias", {})
+    fields.refuse_unless("presence_penalty", 0)
+    fields.refuse_unless("frequency_penalty", 0)
+    if fields.has("user"):
+        fields.text("user")
+    stream = fields.boolean("stream")
+    options = fields.nested("stream_options")
+    if options is not None and not stream:
+        raise InvalidRequest("'stream_options' needs 'stream' to be true", param="stream_options")
+    return CommonParams(
+        model=model,
+        num_choices=fields.integer("n", 1, MAX_CHOICES) or 1,
+        max_tokens=max_tokens,
+        temperature=fields.number("temperature", 1.0, 0.0, 2.0),
+        top_p=_read_top_p(fields),
+        seed=fields.integer("seed", *_INT64),
+        stop=_read_stop(fields),
+        stream=stream,
+        include_usage=options.boolean("include_usage") if options is not None else False,
+        num_logprobs=num_logprobs,
+        ignores_eos=fields.boolean("ignore_eos"),
+    )
+
+
+def _read_top_p(fields: Fields) -> float:
+    top_p = fields.number("top_p", 1.0, 0.0, 1.0)
+    # OpenAI takes 0 too; the smallest nucleus is the likeliest token alone.
+    return max(top_p, 1e-9)
+
+
+def _read_stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.values.get("stop")
+    stops = [] if value is None else value if isinstance(value, list) else [value]
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"'stop' has {len(stops)} strings; at most {MAX_STOPS} are allowed", param="stop")
+    for stop in stops:
+        if not isinstance(stop, str):
+            raise wrong_type("stop", f"a string or an array of up to {MAX_STOPS} strings", stop)
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"a string in 'stop' has {len(stop)} characters; it must have 1 to {MAX_STOP_CHARACTERS}", param="stop"
+            )
+    return tuple(dict.fromkeys(cast(list[str], stops)))
+
+
+def _read_prompts(fields: Fields) -> tuple[Prompt, ...]:
+    """A string, an array of strings, an array of token ids, or an array of arrays of token ids."""
+    value = fields.required("prompt")
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        raise wrong_type("prompt", "a string or an array", value)
+    if not value:
+        raise _empty_prompt("prompt")
+    if all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if all(isinstance(item, list) for item in value):
+        return tuple(_read_token_ids(f"prompt[{place}]", item) for place, item in enumerate(value))
+    return (_read_token_ids("prompt", value),)
+
+
+def _read_token_ids(name: str, values: Sequence[object]) -> tuple[int, ...]:
+    if not values:
+        raise _empty_prompt(name)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidRequest(
+                f"'{name}' must hold either strings or token ids (integers), found {kind_of(value)}",
+                param="prompt",
+                code="invalid_type",
+            )
+    return tuple(cast(Sequence[int], values))
+
+
+def _empty_prompt(name: str) -> InvalidRequest:
+    return InvalidRequest(f"'{name}' is empty; give at least one token", param="prompt", code="empty_prompt")
+
+
+def _read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
+    fields.required("messages")
+    values = fields.array("messages")
+    if not values:
+        raise InvalidRequest("'messages' is empty; give at least one message", param="messages", code="empty_prompt")
+    return tuple(_read_message(f"messages[{place}]", value) for place, value in enumerate(values))
+
+
+def _read_message(name: str, value: object) -> ChatMessage:
+    if not isinstance(value, dict):
+        raise wrong_type(name, "an object", value)
+    fields = Fields(cast(JsonObject, value), f"{name}.")
+    role = fields.text("role")
+    if role in ("tool", "function"):
+        raise InvalidRequest(
+            f"'{name}.role' is {role!r}; tools are not supported yet",
+            param=f"{name}.role",
+            code="unsupported_parameter",
+        )
+    if role not in _ROLES:
+        raise InvalidRequest(f"'{name}.role' is {role!r}; it must be one of {', '.join(_ROLES)}", param=f"{name}.role")
+    fields.refuse_unless("tool_calls", [])
+    fields.refuse_unless("function_call")
+    fields.refuse_unless("audio")
+    # An assistant's turn may be without content; nobody else's.
+    is_optional = role == "assistant" and not fields.has("content")
+    content = "" if is_optional else _read_content(fields.name("content"), fields.required("content"))
+    return ChatMessage(role, content, fields.text("name") if fields.has("name") else None)
+
+
+def _read_content(name: str, value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong_type(name, "a string or an array of parts", value)
+    if not value:
+        raise InvalidRequest(f"'{name}' is an empty array; give at least one part", param=name)
+    return "\n".join(_read_part(f"{name}[{place}]", part) for place, part in enumerate(value))
+
+
+def _read_part(name: str, value: object) -> str:
+    if not isinstance(value, dict):
+        raise wrong_type(name, "an object", value)
+    fields = Fields(cast(JsonObject, value), f"{name}.")
+    kind = fields.text("type")
+    if kind != "text":
+        raise InvalidRequest(
+            f"'{name}.type' is {kind!r}; only 'text' is supported", param=f"{name}.type", code="unsupported_parameter"
+        )
+    return fields.text("text")

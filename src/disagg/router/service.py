@@ -1,0 +1,244 @@
+"""The live GenerationService: one thread that owns the dispatcher, the workers' channels and the open streams.
+
+  1. A worker connects to the control port; its first message must be RegisterWorker.
+  2. Messages of workers and requests of clients become the dispatcher's events; its actions are carried out here.
+  3. Deliveries go into the stream of their request, which the HTTP side reads.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from disagg.channel.channel import Channel, listen, server_address
+from disagg.core.errors import PeerFault, ProtocolViolation, Unavailable
+from disagg.core.ids import RequestId, WorkerId
+from disagg.dispatch.actions import Deliver, DispatchAction, RefuseWorker, SendToWorker
+from disagg.dispatch.dispatcher import Dispatcher
+from disagg.dispatch.events import ChoiceStopped, ClientGone, WorkerLost, WorkerMessageReceived, WorkerRegistered
+from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, StreamEvent, TokensDelivered, TokenStream
+from disagg.policy.routing import Path
+from disagg.protocol.messages import RegisterWorker, WorkerCard, WorkerState, WorkerToRouter
+from disagg.router.metrics import RouterMetrics
+
+_log = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+
+_FROM_WORKER: msgspec.msgpack.Decoder[WorkerToRouter] = msgspec.msgpack.Decoder(WorkerToRouter)
+
+
+class LiveStream:
+    """One open request. Events are put in by the service, read by one reader."""
+
+    def __init__(self, service: "LiveService", request_id: RequestId, path: Path, num_choices: int) -> None:
+        self._service = service
+        self._request_id = request_id
+        self._path = path
+        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()  # bounded by max_tokens of each choice
+        self._open_choices = set(range(num_choices))
+        self._last_token_s = [time.monotonic()] * num_choices
+        self._has_token = [False] * num_choices
+        self._is_over = False
+        self.num_cached_tokens = 0
+
+    @property
+    def request_id(self) -> RequestId:
+        return self._request_id
+
+    async def events(self) -> AsyncIterator[StreamEvent]:
+        while self._open_choices:
+            event = await self._events.get()
+            if isinstance(event, RequestFailed):
+                self._open_choices.clear()
+                self._is_over = True
+            elif event.finish_reason is not None:
+                self._open_choices.discard(event.choice)
+            yield event
+        self._is_over = True
+
+    def finish_choice(self, choice: int) -> None:
+        self._open_choices.discard(choice)
+        self._service.stop_choice(self._request_id, choice)
+
+    def abort(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._open_choices.clear()
+            self._service.abort(self._request_id)
+
+    def put(self, event: StreamEvent, metrics: RouterMetrics) -> None:
+        if isinstance(event, TokensDelivered):
+            now_s = time.monotonic()
+            seconds = now_s - self._last_token_s[event.choice]
+            observe = metrics.observe_gap if self._has_token[event.choice] else metrics.observe_first_token
+            observe(self._path, seconds)
+            self._last_token_s[event.choice] = now_s
+            self._has_token[event.choice] = True
+        self._events.put_nowait(event)
+
+
+class LiveService:
+    """Everything behind the HTTP front. All methods are called on the event loop's thread."""
+
+    def __init__(self, dispatcher: Dispatcher, *, beat_interval_s: float, beat_timeout_s: float) -> None:
+        self._dispatcher = dispatcher
+        self._metrics = RouterMetrics(dispatcher)
+        self._beat_interval_s = beat_interval_s
+        self._beat_timeout_s = beat_timeout_s
+        self._channels: dict[WorkerId, Channel[WorkerToRouter]] = {}
+        self._registering: dict[WorkerId, Channel[WorkerToRouter]] = {}
+        self._streams: dict[RequestId, LiveStream] = {}
+        self._server: asyncio.Server | None = None
+        self._started_s = time.monotonic()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._perform: dict[type, Callable[..., None]] = {
+            SendToWorker: self._send,
+            RefuseWorker: self._refuse,
+            Deliver: self._deliver,
+        }
+
+    async def listen(self, host: str, port: int) -> str:
+        """Accept workers; gives "host:port". Raises OSError when the address cannot be bound."""
+        self._server = await listen(host, port, _FROM_WORKER, self._welcome)
+        return server_address(self._server)
+
+    async def close(self) -> None:
+        """Fail every open request, then let the workers go."""
+        for stream in list(self._streams.values()):
+            stream.put(RequestFailed(Unavailable("the router is stopping", retry_after_s=1.0)), self._metrics)
+        self._streams.clear()
+        if self._server is not None:
+            self._server.close()
+        for channel in list(self._channels.values()):
+            await channel.close()
+        for task in list(self._closing):
+            await task
+
+    # --- GenerationService -------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest) -> TokenStream:
+        request_id, actions = self._dispatcher.submit(request)
+        opened = self._dispatcher.open_request(request_id)
+        path = opened.path if opened is not None else Path.MIXED
+        stream = LiveStream(self, request_id, path, request.num_choices)
+        self._streams[request_id] = stream
+        self._act(actions)
+        return stream
+
+    def models(self) -> tuple[ModelStatus, ...]:
+        return self._dispatcher.models()
+
+    def metrics_text(self) -> bytes:
+        return self._metrics.text()
+
+    def cluster_json(self) -> bytes:
+        workers = [
+            {
+                "worker_id": record.card.worker_id,
+                "role": record.card.role,
+                "model": record.card.pool.model,
+                "connected": True,
+                "partners": sorted(record.partners),
+                "state": _state_fields(record.state),
+            }
+            for record in self._dispatcher.registry.records()
+        ]
+        models = [{"model": s.model, "is_ready": s.is_ready, "missing": s.missing} for s in self.models()]
+        router = {
+            "incarnation": f"{self._dispatcher.config.incarnation:x}",
+            "num_open_requests": self._dispatcher.num_open,
+            "uptime_s": round(time.monotonic() - self._started_s, 1),
+        }
+        return msgspec.json.encode({"router": router, "models": models, "workers": workers})
+
+    # --- streams -----------------------------------------------------------------------------------------------
+
+    def stop_choice(self, request_id: RequestId, choice: int) -> None:
+        self._act(self._dispatcher.handle(ChoiceStopped(request_id, choice)))
+        self._forget_ended(request_id)
+
+    def abort(self, request_id: RequestId) -> None:
+        self._act(self._dispatcher.handle(ClientGone(request_id)))
+        self._forget_ended(request_id)
+
+    def check_invariants(self) -> None:
+        self._dispatcher.check_invariants()
+
+    # --- workers -----------------------------------------------------------------------------------------------
+
+    async def _welcome(self, channel: Channel[WorkerToRouter]) -> None:
+        try:
+            message = await channel.receive(HANDSHAKE_TIMEOUT_S)
+            if not isinstance(message, RegisterWorker):
+                raise ProtocolViolation(f"{type(message).__name__} before registration")
+        except PeerFault as error:
+            _log.info("connection from %s refused: %s", channel.peer_address, error)
+            await channel.close()
+            return
+        card = message.card
+        self._registering[card.worker_id] = channel
+        self._act(self._dispatcher.handle(WorkerRegistered(card)))
+        self._registering.pop(card.worker_id, None)
+        if channel.is_open and self._channels.get(card.worker_id) is channel:
+            self._start(card, channel)
+
+    def _start(self, card: WorkerCard, channel: Channel[WorkerToRouter]) -> None:
+        def on_lost(reason: str) -> None:
+            if self._channels.get(card.worker_id) is channel:
+                del self._channels[card.worker_id]
+            _log.warning("worker %s lost: %s", card.worker_id, reason)
+            self._act(self._dispatcher.handle(WorkerLost(card.worker_id, card.incarnation, reason)))
+
+        def on_message(message: WorkerToRouter) -> None:
+            event = WorkerMessageReceived(card.worker_id, card.incarnation, message)
+            self._act(self._dispatcher.handle(event))
+
+        channel.start(
+            beat_interval_s=self._beat_interval_s,
+            beat_timeout_s=self._beat_timeout_s,
+            on_message=on_message,
+            on_lost=on_lost,
+        )
+        _log.info("worker %s registered: %s of %s", card.worker_id, card.role.value, card.pool.model)
+
+    # --- actions -----------------------------------------------------------------------------------------------
+
+    def _act(self, actions: list[DispatchAction]) -> None:
+        for action in actions:
+            self._perform[type(action)](action)
+
+    def _send(self, action: SendToWorker) -> None:
+        joining = self._registering.pop(action.worker_id, None)
+        if joining is not None:  # accepted: the first message is the answer to its registration
+            self._channels[action.worker_id] = joining
+        channel = self._channels.get(action.worker_id)
+        if channel is not None:
+            channel.send(action.message)
+
+    def _refuse(self, action: RefuseWorker) -> None:
+        channel = self._registering.pop(action.worker_id, None)
+        if channel is not None:
+            channel.send(action.message)
+            task = asyncio.get_running_loop().create_task(channel.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    def _deliver(self, action: Deliver) -> None:
+        stream = self._streams.get(action.request_id)
+        if stream is not None:
+            opened = self._dispatcher.open_request(action.request_id)
+            if opened is not None:
+                stream.num_cached_tokens = opened.num_cached_tokens
+            stream.put(action.event, self._metrics)
+            self._forget_ended(action.request_id)
+
+    def _forget_ended(self, request_id: RequestId) -> None:
+        if self._dispatcher.open_request(request_id) is None:
+            self._streams.pop(request_id, None)
+
+
+def _state_fields(state: WorkerState) -> dict[str, int]:
+    return {name: value for name, value in msgspec.structs.asdict(state).items() if name != "counters"}

@@ -1,0 +1,124 @@
+"""One model's text side: conversations and prompts to token ids, checked against the model's limits."""
+
+import msgspec
+
+from disagg.core.errors import InvalidRequest, Unavailable
+from disagg.core.request import SamplingParams
+from disagg.dispatch.stream import GenerateRequest, ModelStatus
+from disagg.modelfiles.chat_template import ChatMessage, ChatTemplate
+from disagg.modelfiles.tokenizer import ModelTokenizer
+from disagg.router.openai_types import ChatRequest, CommonParams, CompletionRequest, Prompt
+
+_NOT_READY_RETRY_S = 2.0
+
+
+class ModelText:
+    """Tokenizer and chat template of one served model. Every method may be called from any thread."""
+
+    def __init__(self, tokenizer: ModelTokenizer, template: ChatTemplate | None = None) -> None:
+        """Without `template` the model's own is taken, if it has one."""
+        self.tokenizer = tokenizer
+        source = tokenizer.chat_template
+        self._template = template or (ChatTemplate(source, tokenizer.named_tokens) if source is not None else None)
+
+    def chat_ids(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
+        """Token ids of a conversation up to where the assistant begins to write. Raises InvalidRequest."""
+        template = self._template
+        if template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions with a prompt instead",
+                param="messages",
+                code="no_chat_template",
+            )
+        if "developer" not in template.source:
+            messages = tuple(
+                msgspec.structs.replace(each, role="system") if each.role == "developer" else each for each in messages
+            )
+        # The template spells out the special tokens, bos included.
+        return self._encode(template.render(messages), "messages", add_special_tokens=False)
+
+    def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """Token ids of a plain prompt. Raises InvalidRequest for an empty one and for ids without a token."""
+        if isinstance(prompt, str):
+            return self._encode(prompt, "prompt", add_special_tokens=True)
+        size = self.tokenizer.vocab_size
+        for token_id in prompt:
+            if not 0 <= token_id < size:
+                raise InvalidRequest(
+                    f"'prompt' holds token id {token_id}; this model's vocabulary is 0 to {size - 1}",
+                    param="prompt",
+                    code="token_out_of_vocabulary",
+                )
+        return prompt
+
+    def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        try:
+            ids = self.tokenizer.encode(text, add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"'{param}' holds half of a surrogate pair; send valid Unicode", param=param, code="invalid_unicode"
+            ) from error
+        if not ids:
+            raise InvalidRequest(
+                f"'{param}' is empty: it has no token at all; give at least one", param=param, code="empty_prompt"
+            )
+        return tuple(ids)
+
+
+def chat_requests(request: ChatRequest, text: ModelText, status: ModelStatus, seed: int) -> tuple[GenerateRequest, ...]:
+    """What to submit for one chat request. `seed` is used where the client gave none."""
+    return (_request(request.params, text.chat_ids(request.messages), "messages", text, status, seed),)
+
+
+def completion_requests(
+    request: CompletionRequest, text: ModelText, status: ModelStatus, seed: int
+) -> tuple[GenerateRequest, ...]:
+    """What to submit for one completion request: one for each prompt, in order."""
+    return tuple(
+        _request(request.params, text.prompt_ids(prompt), "prompt", text, status, seed) for prompt in request.prompts
+    )
+
+
+def _request(
+    params: CommonParams, prompt_ids: tuple[int, ...], source: str, text: ModelText, status: ModelStatus, seed: int
+) -> GenerateRequest:
+    chosen = seed if params.seed is None else params.seed
+    return GenerateRequest(
+        model=params.model,
+        prompt_ids=prompt_ids,
+        sampling=SamplingParams(
+            max_tokens=_max_tokens(params.max_tokens, len(prompt_ids), source, status),
+            temperature=params.temperature,
+            top_p=params.top_p,
+            seed=chosen % 2**63,  # any 64-bit integer is a seed; engines take the non-negative ones
+            stop_token_ids=() if params.ignores_eos else text.tokenizer.eos_ids,
+            num_logprobs=params.num_logprobs,
+        ),
+        num_choices=params.num_choices,
+        is_open_ended=params.max_tokens is None,
+    )
+
+
+def _max_tokens(wanted: int | None, num_prompt: int, source: str, status: ModelStatus) -> int:
+    """How many tokens the answer may have. Raises InvalidRequest naming both lengths."""
+    limit = status.max_context
+    if limit is None:
+        raise Unavailable(f"{status.model} is not ready: {status.missing}", retry_after_s=_NOT_READY_RETRY_S)
+    room = limit - num_prompt
+    if room < 1:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt} tokens, but the context of {status.model} is {limit} tokens "
+            "and the answer needs at least one of them; shorten the prompt",
+            param=source,
+            code="context_length_exceeded",
+        )
+    if wanted is None:
+        return room
+    if wanted > room:
+        raise InvalidRequest(
+            f"the prompt has {num_prompt} tokens and max_tokens is {wanted}, together {num_prompt + wanted}, "
+            f"but the context of {status.model} is {limit} tokens; shorten the prompt or ask for at most {room}",
+            param=source,
+            code="context_length_exceeded",
+        )
+    return wanted

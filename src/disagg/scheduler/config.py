@@ -1,0 +1,30 @@
+"""What one worker's scheduler is told at its start."""
+
+import msgspec
+
+from disagg.core.ids import Incarnation, WorkerId
+from disagg.core.roles import HandoffMode, Numerics, Role
+from disagg.core.spans import KvLayout
+from disagg.policy.batching import StepBudget
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True):
+    """Limits and modes of one worker."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    role: Role
+    model_digest: str
+    numerics: Numerics
+    layout: KvLayout
+    num_blocks: int
+    max_context: int  # tokens
+    vocab_size: int
+    budget: StepBudget
+    handoff_mode: HandoffMode = HandoffMode.LAYERWISE
+    min_push_bytes: int = 256 * 1024  # smaller layer groups wait for the next layer
+    max_push_bytes: int = 4 * 1024 * 1024  # larger spans are cut, so that hand-offs interleave
+    lease_s: float = 30.0  # how long either end keeps things without hearing from the other
+    retry_s: float = 0.005  # before a refused reservation is asked again
+    starvation_s: float = 2.0  # a sequence refused this long may not be overtaken any more
+    reserve_ahead: int = 2  # step budgets of prompt work that may hold reservations at once

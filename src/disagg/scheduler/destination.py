@@ -1,0 +1,66 @@
+"""The receiving end of one hand-off: what has arrived, and when it may be used."""
+
+from disagg.core.ids import Fence, HandoffId, WorkerId
+from disagg.core.request import EmittedToken
+from disagg.core.spans import Span
+from disagg.kvcache.kv_cache import Allocation
+from disagg.kvcache.span_ledger import SpanLedger
+from disagg.protocol.handoff import DESTINATION_TABLE, DestinationState, DestinationTrigger, GrantKey
+from disagg.protocol.messages import FinishPrefill
+from disagg.protocol.table import Machine
+
+
+class HandoffDestination:
+    """Lives from the router's command until its blocks are in use here or given up and fenced."""
+
+    def __init__(self, handoff_id: HandoffId, peer: WorkerId, fence: Fence) -> None:
+        self.handoff_id = handoff_id
+        self.peer = peer
+        self.fence = fence
+        self.grant_key = GrantKey(handoff_id, fence).encode()
+        self.machine = Machine(DESTINATION_TABLE, str(handoff_id))
+        self.lease_until_s = float("inf")
+        self.allocation: Allocation | None = None
+        self.num_tokens = 0
+        self.first_missing_token = 0
+        self.is_prefill_finished = False
+        self.first_token: EmittedToken | None = None
+        self._ledger: SpanLedger | None = None
+
+    @property
+    def state(self) -> DestinationState:
+        return self.machine.state
+
+    def reserve(self, allocation: Allocation, first_missing_token: int, num_tokens: int, num_layers: int) -> None:
+        self.machine.fire(DestinationTrigger.RESERVED)
+        self.allocation = allocation
+        self.first_missing_token = first_missing_token
+        self.num_tokens = num_tokens
+        self._ledger = SpanLedger(Span(first_missing_token, num_tokens, 0, num_layers))
+
+    def land(self, span: Span) -> None:
+        """One verified push. Repeats are harmless."""
+        if self._ledger is not None:
+            self._ledger.add(span)
+
+    def finish_prefill(self, message: FinishPrefill) -> None:
+        self.is_prefill_finished = True
+        self.first_token = message.first_token
+
+    @property
+    def is_all_here(self) -> bool:
+        """Every layer verified, and the source has said that this was all."""
+        return (
+            self.state is DestinationState.RECEIVING
+            and self.is_prefill_finished
+            and self._ledger is not None
+            and self._ledger.is_complete
+        )
+
+    def complete_until(self) -> int:
+        """End of the longest token prefix that is here and verified in all layers."""
+        return self._ledger.complete_until() if self._ledger is not None else 0
+
+    def check_invariants(self) -> None:
+        if self._ledger is not None:
+            self._ledger.check_invariants()

@@ -1,0 +1,65 @@
+"""What the scheduler asks of an engine. The engine room implements it with torch, `disagg.testing` without."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from disagg.core.ids import BlockId, SequenceId, StepId
+from disagg.core.request import EmittedToken, SamplingParams
+from disagg.core.spans import KvLayout
+from disagg.kvcache.memory import Memory
+
+
+class StepRow(msgspec.Struct, frozen=True):
+    """One sequence's part of a step: tokens to compute and where their KV goes.
+
+    token_ids        0 .. n-1      computed now, at positions position .. position+n-1
+    block_table      0 .. ceil((position+n)/block_size)-1 at least; earlier positions are already written
+    """
+
+    sequence_id: SequenceId
+    token_ids: tuple[int, ...]
+    position: int
+    block_table: tuple[BlockId, ...]
+    sampling: SamplingParams | None  # None: a chunk that is not the prompt's last; nothing is sampled
+    output_position: int = 0  # position in the answer of the token that is sampled
+
+
+class StepPlan(msgspec.Struct, frozen=True):
+    """One forward pass. Rows are independent: no row's result depends on another row."""
+
+    step_id: StepId
+    rows: tuple[StepRow, ...]
+    reports_layers: bool = False  # call on_layers as layers finish: some row is being handed off
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """One sampled token for each row that asked for one."""
+
+    step_id: StepId
+    tokens: tuple[EmittedToken, ...]
+
+
+# Called on the step's own thread with the number of layers whose KV for this step is written and readable.
+OnLayers = Callable[[int], None]
+
+
+class Engine(Protocol):
+    """Runs planned steps. One thread calls run_step; memory may be read and written from others."""
+
+    @property
+    def layout(self) -> KvLayout: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def memory(self) -> Memory: ...
+
+    def run_step(self, plan: StepPlan, on_layers: OnLayers) -> StepResult:
+        """Compute the plan's tokens, write their KV, sample. Blocking."""

@@ -1,0 +1,110 @@
+"""What happens to a worker. Past tense; each carries all that is needed to decide."""
+
+import msgspec
+
+from disagg.core.errors import Failure
+from disagg.core.ids import HandoffId, Incarnation, StepId, WorkerId
+from disagg.core.spans import Span
+from disagg.protocol.messages import RouterToWorker, WorkerCard, WorkerToWorker
+from disagg.scheduler.engine import StepResult
+
+
+class RouterMessageReceived(msgspec.Struct, frozen=True):
+    """From the router this worker is registered with."""
+
+    message: RouterToWorker
+
+
+class RouterLost(msgspec.Struct, frozen=True):
+    """Nobody is there to take tokens any more."""
+
+
+class PeerPaired(msgspec.Struct, frozen=True):
+    """A peer has been met and found compatible."""
+
+    card: WorkerCard
+
+
+class PeerMessageReceived(msgspec.Struct, frozen=True):
+    """From a paired peer."""
+
+    peer: WorkerId
+    message: WorkerToWorker
+
+
+class PeerLost(msgspec.Struct, frozen=True):
+    """The connection to a peer's incarnation ended or fell silent."""
+
+    peer: WorkerId
+    incarnation: Incarnation
+    reason: str
+
+
+class LayersComputed(msgspec.Struct, frozen=True):
+    """KV of the running step is written for the first num_layers layers."""
+
+    step_id: StepId
+    num_layers: int
+
+
+class StepFinished(msgspec.Struct, frozen=True):
+    """The forward pass is over. duration_s is measured by the loop."""
+
+    result: StepResult
+    duration_s: float
+
+
+class StepFailed(msgspec.Struct, frozen=True):
+    """The engine raised: the step's sequences cannot go on."""
+
+    step_id: StepId
+    failure: Failure
+
+
+class WriteFinished(msgspec.Struct, frozen=True):
+    """At the source: one push was verified by the destination (failure is None) or not."""
+
+    handoff_id: HandoffId
+    number: int
+    failure: str | None
+
+
+class WriteLanded(msgspec.Struct, frozen=True):
+    """At the destination: one push arrived and was verified (failure is None) or not."""
+
+    handoff_id: HandoffId
+    span: Span
+    failure: str | None
+
+
+class GrantFenced(msgspec.Struct, frozen=True):
+    """At the destination: no byte of this hand-off can land any more."""
+
+    handoff_id: HandoffId
+
+
+class WritesStopped(msgspec.Struct, frozen=True):
+    """At the source: the transport reads none of this hand-off's blocks any more."""
+
+    handoff_id: HandoffId
+
+
+class ClockTicked(msgspec.Struct, frozen=True):
+    """Nothing happened but time."""
+
+
+Event = (
+    RouterMessageReceived
+    | RouterLost
+    | PeerPaired
+    | PeerMessageReceived
+    | PeerLost
+    | LayersComputed
+    | StepFinished
+    | StepFailed
+    | WriteFinished
+    | WriteLanded
+    | GrantFenced
+    | WritesStopped
+    | ClockTicked
+)

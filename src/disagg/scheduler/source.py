@@ -1,0 +1,130 @@
+"""The sending end of one hand-off: which span goes when, what is acknowledged, what is kept for how long."""
+
+from disagg.core.ids import BlockId, Fence, HandoffId, WorkerId
+from disagg.core.spans import KvLayout, Span
+from disagg.protocol.handoff import SOURCE_TABLE, SourceState, SourceTrigger
+from disagg.protocol.messages import AnswerReservation
+from disagg.protocol.table import Machine
+from disagg.scheduler.actions import PushSpan
+
+MAX_TRIES = 2  # of one push; a second failure gives the hand-off up
+
+
+class HandoffSource:
+    """Lives from the router's command until the destination has taken everything or somebody gives up."""
+
+    def __init__(self, handoff_id: HandoffId, peer: WorkerId, fence: Fence, layout: KvLayout) -> None:
+        self.handoff_id = handoff_id
+        self.peer = peer
+        self.fence = fence
+        self.machine = Machine(SOURCE_TABLE, str(handoff_id))
+        self.lease_until_s = float("inf")
+        self.retry_at_s = 0.0
+        self.unknown_since_s: float | None = None  # the destination does not know the sequence (yet)
+        self.is_taken = False  # the destination's word can overtake the transport's last acknowledgement
+        self.answer: AnswerReservation | None = None
+        self.acknowledged_bytes = 0
+        self.hidden_bytes = 0  # acknowledged before the prompt was computed
+        self._layout = layout
+        self._next_number = 0
+        self._outstanding: dict[int, tuple[PushSpan, int]] = {}  # push, tries so far
+        self._pushed_layers = 0  # of the running step
+
+    @property
+    def state(self) -> SourceState:
+        return self.machine.state
+
+    @property
+    def num_outstanding(self) -> int:
+        return len(self._outstanding)
+
+    @property
+    def grant_key(self) -> bytes:
+        return self.answer.grant_key if self.answer else b""
+
+    @property
+    def first_missing_token(self) -> int:
+        return self.answer.first_missing_token if self.answer else 0
+
+    def grant(self, answer: AnswerReservation) -> None:
+        self.machine.fire(SourceTrigger.RESERVATION_GRANTED)
+        self.answer = answer
+
+    def push_computed(self, blocks: tuple[BlockId, ...], token_stop: int, max_bytes: int) -> list[PushSpan]:
+        """Everything the destination lacks of tokens [0, token_stop), which are complete in all layers."""
+        span = Span(self.first_missing_token, token_stop, 0, self._layout.num_layers)
+        return [self._push(piece, blocks) for piece in cut_by_layers(self._layout, span, max_bytes)]
+
+    def start_step(self) -> None:
+        self._pushed_layers = 0
+
+    def push_layers(
+        self, blocks: tuple[BlockId, ...], token_start: int, token_stop: int, num_layers: int, min_bytes: int
+    ) -> list[PushSpan]:
+        """Layers of the running step's chunk [token_start, token_stop), once they make up min_bytes or are the last."""
+        start = max(token_start, self.first_missing_token)
+        span = Span(start, token_stop, self._pushed_layers, num_layers)
+        if span.is_empty:
+            return []
+        if num_layers < self._layout.num_layers and self._layout.span_bytes(span) < min_bytes:
+            return []
+        self._pushed_layers = num_layers
+        return [self._push(span, blocks)]
+
+    def acknowledge(self, number: int) -> None:
+        """A push is verified at the other end. Unknown numbers are repeats."""
+        known = self._outstanding.pop(number, None)
+        if known is None:
+            return
+        num_bytes = self._layout.span_bytes(known[0].span)
+        self.acknowledged_bytes += num_bytes
+        if self.state is SourceState.OPEN:
+            self.hidden_bytes += num_bytes
+
+    def retry(self, number: int) -> PushSpan | None:
+        """The push to send again after a failure, or None when it has failed too often (or is not known)."""
+        known = self._outstanding.get(number)
+        if known is None or known[1] >= MAX_TRIES:
+            return None
+        self._outstanding[number] = (known[0], known[1] + 1)
+        return known[0]
+
+    def is_outstanding(self, number: int) -> bool:
+        return number in self._outstanding
+
+    def close_if_done(self) -> bool:
+        """Move on once nothing is outstanding; True when the destination has taken everything."""
+        if self.state is SourceState.DRAINING and not self._outstanding:
+            self.machine.fire(SourceTrigger.WRITES_ACKNOWLEDGED)
+        if self.state is SourceState.DELIVERED and self.is_taken:
+            self.machine.fire(SourceTrigger.TAKEN)
+            return True
+        return False
+
+    def _push(self, span: Span, blocks: tuple[BlockId, ...]) -> PushSpan:
+        assert self.answer is not None  # only an open hand-off pushes
+        push = PushSpan(
+            handoff_id=self.handoff_id,
+            peer=self.peer,
+            grant_key=self.answer.grant_key,
+            number=self._next_number,
+            span=span,
+            source_blocks=blocks,
+            destination_blocks=self.answer.blocks,
+            destination_num_blocks=self.answer.num_blocks,
+        )
+        self._outstanding[push.number] = (push, 1)
+        self._next_number += 1
+        return push
+
+
+def cut_by_layers(layout: KvLayout, span: Span, max_bytes: int) -> list[Span]:
+    """Pieces of whole layers of at most max_bytes each, or of one layer where that is already more."""
+    if span.is_empty:
+        return []
+    layer_bytes = layout.span_bytes(Span(span.token_start, span.token_stop, 0, 1))
+    layers_each = max(1, max_bytes // layer_bytes)
+    starts = range(span.layer_start, span.layer_stop, layers_each)
+    return [
+        Span(span.token_start, span.token_stop, start, min(start + layers_each, span.layer_stop)) for start in starts
+    ]

@@ -1,0 +1,219 @@
+"""What the parts of one worker's scheduler share: blocks, sequences, peers, counters, and the actions so far."""
+
+from disagg.core.errors import Failure, InternalFault
+from disagg.core.ids import BlockId, SequenceId, WorkerId
+from disagg.core.request import EmittedToken
+from disagg.core.roles import Task
+from disagg.kvcache.block_hash import root_hash
+from disagg.kvcache.block_pool import BlockState
+from disagg.kvcache.kv_cache import KvCache
+from disagg.protocol.handoff import DestinationState, DestinationTrigger, SourceState, SourceTrigger
+from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
+from disagg.protocol.messages import (
+    CancelHandoff,
+    EmitTokens,
+    PromptReport,
+    ReportFailure,
+    SequenceReport,
+    WorkerCard,
+    WorkerToWorker,
+)
+from disagg.scheduler.actions import Action, RevokeGrant, SendToPeer, SendToRouter, StopPushes
+from disagg.scheduler.config import SchedulerConfig
+from disagg.scheduler.sequence import Sequence
+from disagg.telemetry.counters import Counters
+from disagg.telemetry.metrics import HANDOFF_BYTES, HANDOFFS, MESSAGES_IGNORED, SEQUENCES
+
+_LIVE_SOURCE = (SourceState.QUEUED, SourceState.ASKING, SourceState.OPEN, SourceState.DRAINING, SourceState.DELIVERED)
+_LIVE_DESTINATION = (DestinationState.EXPECTED, DestinationState.RECEIVING, DestinationState.COMPLETE)
+
+
+class SchedulerState:
+    """Changed by the scheduler's parts only, inside one handle() call at a time."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.role = config.role
+        root = root_hash(config.model_digest, config.numerics.value)
+        self.cache = KvCache(config.num_blocks, config.layout.block_size, root)
+        self.counters = Counters()
+        self.sequences: dict[SequenceId, Sequence] = {}  # in order of arrival
+        self.peers: dict[WorkerId, WorkerCard] = {}
+        self.now_s = 0.0
+        self._actions: list[Action] = []
+        self._tokens: list[EmittedToken] = []
+        self._prompts: list[PromptReport] = []
+        self._reports: list[SequenceReport] = []
+
+    # --- what the loop will do ---------------------------------------------------------------------------------
+
+    def act(self, *actions: Action) -> None:
+        self._actions.extend(actions)
+
+    def tell(self, peer: WorkerId, message: WorkerToWorker) -> None:
+        self._actions.append(SendToPeer(peer, message))
+
+    def emit_token(self, token: EmittedToken) -> None:
+        self._tokens.append(token)
+
+    def report_prompt(self, sequence: Sequence) -> None:
+        self._prompts.append(
+            PromptReport(sequence.sequence_id, sequence.num_cached, sequence.num_prompt_tokens - sequence.num_cached)
+        )
+
+    def take_actions(self) -> list[Action]:
+        """All tokens and reports since the last call travel in one message, before anything else."""
+        actions = self._actions
+        if self._tokens or self._prompts or self._reports:
+            message = EmitTokens(tuple(self._tokens), tuple(self._prompts), tuple(self._reports))
+            actions = [SendToRouter(message), *actions]
+            self._tokens, self._prompts, self._reports = [], [], []
+        self._actions = []
+        return actions
+
+    def ignore(self, message: object) -> None:
+        """Late, repeated or unknown: no effect, one counter."""
+        self.counters.add(MESSAGES_IGNORED, label=type(message).__name__)
+
+    # --- room --------------------------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks to compute or receive into."""
+        return sum(1 for sequence in self.sequences.values() if sequence.state is not SequenceState.WAITING)
+
+    def must_wait(self, sequence: Sequence) -> bool:
+        """Too many run already, or somebody older has been refused room for too long to be overtaken again."""
+        if self.num_running >= self.config.budget.max_running:
+            return True
+        limit_s = self.now_s - self.config.starvation_s
+        return any(
+            other.refused_since_s < limit_s and other.arrival < sequence.arrival
+            for other in self.sequences.values()
+            if other.state is SequenceState.WAITING
+        )
+
+    # --- ends of sequences -------------------------------------------------------------------------------------
+
+    def finish(self, sequence: Sequence) -> None:
+        """This worker's part has ended well."""
+        sequence.machine.fire(SequenceTrigger.FINISHED)
+        source = sequence.source
+        reason = sequence.finish_reason() if sequence.task in (Task.WHOLE, Task.DECODE) else None
+        self._reports.append(
+            SequenceReport(
+                sequence_id=sequence.sequence_id,
+                task=sequence.task,
+                finish_reason=reason,
+                num_computed_tokens=min(sequence.num_computed, sequence.num_prompt_tokens)
+                - sequence.num_cached
+                - sequence.num_received,
+                num_received_tokens=sequence.num_received,
+                handoff_bytes=source.acknowledged_bytes if source else 0,
+                hidden_bytes=source.hidden_bytes if source else 0,
+            )
+        )
+        if source is not None:
+            self.counters.add(HANDOFFS, label="sent")
+            self.counters.add(HANDOFF_BYTES, source.hidden_bytes, label="hidden")
+            self.counters.add(HANDOFF_BYTES, source.acknowledged_bytes - source.hidden_bytes, label="visible")
+        self.counters.add(SEQUENCES, label="finished")
+        self._forget(sequence)
+
+    def fail(self, sequence: Sequence, failure: Failure) -> None:
+        """Give up, tell the router and the peer why."""
+        if sequence.state in (SequenceState.CLOSING, SequenceState.ENDED):
+            return
+        self.act(SendToRouter(ReportFailure(sequence.sequence_id, sequence.attempt, failure)))
+        self.drop(sequence, failure)
+
+    def drop(self, sequence: Sequence, failure: Failure, *, tell_peer: bool = True) -> None:
+        """Give up. Blocks go back at once, or when the step, the writes and the fence that use them are over."""
+        if sequence.state in (SequenceState.CLOSING, SequenceState.ENDED):
+            return
+        in_use = sequence.is_in_step
+        in_use |= self._cancel_source(sequence, failure, tell_peer=tell_peer)
+        in_use |= self._cancel_destination(sequence, failure, tell_peer=tell_peer)
+        self.counters.add(SEQUENCES, label=failure.kind.value)
+        if in_use:
+            sequence.machine.fire(SequenceTrigger.DROPPED_IN_USE)
+        else:
+            sequence.machine.fire(SequenceTrigger.DROPPED)
+            self._forget(sequence)
+
+    def end_if_unused(self, sequence: Sequence) -> None:
+        """Called whenever a step, the writes or a fence of a dropped sequence are over."""
+        if sequence.state is not SequenceState.CLOSING or sequence.is_in_step:
+            return
+        if sequence.source is not None and sequence.source.state is SourceState.STOPPING:
+            return
+        if sequence.destination is not None and sequence.destination.state is DestinationState.FENCING:
+            return
+        sequence.machine.fire(SequenceTrigger.RELEASED)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.cache.release(sequence.blocks)
+        sequence.blocks = ()
+        del self.sequences[sequence.sequence_id]
+
+    def _cancel_source(self, sequence: Sequence, failure: Failure, *, tell_peer: bool) -> bool:
+        """True when the transport may still read our blocks."""
+        source = sequence.source
+        if source is None or source.state not in _LIVE_SOURCE:
+            return False
+        if tell_peer and source.state is not SourceState.QUEUED:
+            self.tell(source.peer, CancelHandoff(source.handoff_id, source.fence, failure))
+        self.counters.add(HANDOFFS, label="send_cancelled")
+        if source.num_outstanding == 0:
+            source.machine.fire(SourceTrigger.CANCELLED)
+            return False
+        source.machine.fire(SourceTrigger.CANCELLED_MIDWAY)
+        self.act(StopPushes(source.grant_key, source.peer))
+        return True
+
+    def _cancel_destination(self, sequence: Sequence, failure: Failure, *, tell_peer: bool) -> bool:
+        """True when a late byte may still land in our blocks."""
+        destination = sequence.destination
+        if destination is None or destination.state not in _LIVE_DESTINATION:
+            return False
+        was = destination.state
+        destination.machine.fire(DestinationTrigger.CANCELLED)
+        if tell_peer and was is not DestinationState.COMPLETE:
+            self.tell(destination.peer, CancelHandoff(destination.handoff_id, destination.fence, failure))
+        if destination.allocation is None:
+            return False
+        self.counters.add(HANDOFFS, label="receive_cancelled")
+        self.cache.quarantine(destination.allocation)
+        if was is DestinationState.RECEIVING:  # else it has been revoked already
+            self.act(RevokeGrant(destination.grant_key))
+        return True
+
+    # --- rules -------------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        self.cache.check_invariants()
+        expected: dict[BlockId, int] = {}
+        apart: dict[BlockState, set[BlockId]] = {BlockState.RESERVED: set(), BlockState.QUARANTINED: set()}
+        for sequence in self.sequences.values():
+            for block in sequence.blocks:
+                expected[block] = expected.get(block, 0) + 1
+            destination = sequence.destination
+            if destination is None or destination.allocation is None:
+                continue
+            destination.check_invariants()
+            if destination.state in (DestinationState.RECEIVING, DestinationState.COMPLETE):
+                apart[BlockState.RESERVED].update(destination.allocation.reserved)
+                for block in destination.allocation.held:
+                    expected[block] = expected.get(block, 0) + 1
+            elif destination.state is DestinationState.FENCING:
+                apart[BlockState.QUARANTINED].update(destination.allocation.reserved)
+        pool = self.cache.pool
+        for number in range(pool.num_blocks):
+            block = BlockId(number)
+            if pool.refcount(block) != expected.get(block, 0):
+                users = expected.get(block, 0)
+                raise InternalFault(f"block {block} has refcount {pool.refcount(block)} and {users} users")
+            for state, blocks in apart.items():
+                if (pool.state(block) is state) != (block in blocks):
+                    raise InternalFault(f"block {block} is {pool.state(block)}, hand-offs say otherwise about {state}")

@@ -1,0 +1,1 @@
+"""The one table of metrics and the counters that fill it. Reads no clock."""

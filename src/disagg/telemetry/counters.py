@@ -1,0 +1,37 @@
+"""Running totals of one process, keyed by metric and label value."""
+
+from collections.abc import Iterator
+
+from disagg.core.errors import InternalFault
+from disagg.telemetry.metrics import Metric
+
+MAX_LABEL_VALUES = 64  # per metric: a label value never comes from a client
+
+
+class Counters:
+    """Bounded: a metric takes at most MAX_LABEL_VALUES label values, further ones count as "other"."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, dict[str, float]] = {}
+
+    def add(self, metric: Metric, amount: float = 1.0, label: str = "") -> None:
+        if amount < 0:
+            raise InternalFault(f"{metric.name} cannot fall by {-amount}")
+        totals = self._totals.setdefault(metric.name, {})
+        if label not in totals and len(totals) >= MAX_LABEL_VALUES:
+            label = "other"
+        totals[label] = totals.get(label, 0.0) + amount
+
+    def get(self, metric: Metric, label: str = "") -> float:
+        return self._totals.get(metric.name, {}).get(label, 0.0)
+
+    def items(self) -> Iterator[tuple[str, str, float]]:
+        """(metric name, label value, total)."""
+        for name, totals in self._totals.items():
+            for label, total in totals.items():
+                yield name, label, total
+
+    def check_invariants(self) -> None:
+        for name, totals in self._totals.items():
+            if len(totals) > MAX_LABEL_VALUES + 1:
+                raise InternalFault(f"{name} has {len(totals)} label values, the limit is {MAX_LABEL_VALUES}")

@@ -1,0 +1,111 @@
+"""An engine without torch whose answers depend on every byte of KV that it reads.
+
+KV of a token in one layer is a hash of (token id, position, layer, K or V). The next token is a hash over the KV of all
+earlier positions *as they lie in the arena*, so a block that was lost, swapped or overwritten changes the answer.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from disagg.core.errors import InternalFault
+from disagg.core.ids import BlockId, SequenceId
+from disagg.core.request import EmittedToken, SamplingParams, TokenLogprobs
+from disagg.core.spans import KvLayout, Span
+from disagg.kvcache.memory import Memory
+from disagg.kvcache.segments import span_segments
+from disagg.scheduler.engine import OnLayers, StepPlan, StepResult, StepRow
+from disagg.testing.memory import BytesMemory
+
+
+class FakeEngine:
+    """Deterministic: the same prompt, parameters and positions give the same tokens on any worker."""
+
+    def __init__(self, layout: KvLayout, num_blocks: int, vocab_size: int = 1000) -> None:
+        self._layout = layout
+        self._num_blocks = num_blocks
+        self._vocab_size = vocab_size
+        self._memory = BytesMemory(layout.arena_bytes(num_blocks))
+        self.num_steps = 0
+
+    @property
+    def layout(self) -> KvLayout:
+        return self._layout
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def memory(self) -> Memory:
+        return self._memory
+
+    def run_step(self, plan: StepPlan, on_layers: OnLayers) -> StepResult:
+        self.num_steps += 1
+        for layer in range(self._layout.num_layers):
+            for row in plan.rows:
+                self._write(row, layer)
+            if plan.reports_layers:
+                on_layers(layer + 1)
+        tokens = tuple(
+            self._sample(row, row.sampling) for row in plan.rows if row.sampling is not None
+        )
+        return StepResult(plan.step_id, tokens)
+
+    def _write(self, row: StepRow, layer: int) -> None:
+        span = Span(row.position, row.position + len(row.token_ids), layer, layer + 1)
+        payload = b"".join(
+            kv_bytes(self._layout, token, row.position + index, layer, kv)
+            for kv in (0, 1)
+            for index, token in enumerate(row.token_ids)
+        )
+        self._copy_in(row.block_table, span, payload)
+
+    def _sample(self, row: StepRow, sampling: SamplingParams) -> EmittedToken:
+        stop = row.position + len(row.token_ids)
+        digest = hashlib.blake2b(self.read(row.block_table, Span(0, stop, 0, self._layout.num_layers)), digest_size=16)
+        if not sampling.is_greedy:
+            digest.update(struct.pack("<QQQ", sampling.seed, row.sequence_id.choice, row.output_position))
+        token = int.from_bytes(digest.digest()[:8]) % self._vocab_size
+        logprobs = TokenLogprobs(-1.0) if sampling.num_logprobs is not None else None
+        return EmittedToken(row.sequence_id, row.output_position, token, logprobs)
+
+    def read(self, blocks: Sequence[BlockId], span: Span) -> bytes:
+        """KV bytes of a span, in wire order."""
+        segments = span_segments(self._layout, self._num_blocks, blocks, span)
+        return b"".join(bytes(view) for view in self._memory.gather(segments))
+
+    def _copy_in(self, blocks: Sequence[BlockId], span: Span, payload: bytes) -> None:
+        segments = span_segments(self._layout, self._num_blocks, blocks, span)
+        landing = self._memory.landing(segments)
+        offset = 0
+        for buffer in landing.buffers:
+            buffer[:] = payload[offset : offset + len(buffer)]
+            offset += len(buffer)
+        if offset != len(payload):
+            raise InternalFault(f"{len(payload)} bytes of KV for {offset} bytes of arena")
+        landing.commit()
+
+
+def kv_bytes(layout: KvLayout, token_id: int, position: int, layer: int, kv: int) -> bytes:
+    """KV of one token in one layer: token_bytes long."""
+    seed = hashlib.blake2b(struct.pack("<QQQQ", token_id, position, layer, kv), digest_size=8).digest()
+    return (seed * (layout.token_bytes // len(seed) + 1))[: layout.token_bytes]
+
+
+def expected_tokens(
+    layout: KvLayout, sequence_id: SequenceId, prompt: Sequence[int], sampling: SamplingParams, vocab_size: int = 1000
+) -> list[int]:
+    """What FakeEngine answers when nothing goes wrong: computed alone, in one chunk, in a fresh arena."""
+    num_blocks = -(-(len(prompt) + sampling.max_tokens) // layout.block_size)
+    engine = FakeEngine(layout, num_blocks, vocab_size)
+    table = tuple(BlockId(block) for block in range(num_blocks))
+    tokens: list[int] = []
+    pending, position = tuple(prompt), 0
+    while len(tokens) < sampling.max_tokens and (not tokens or tokens[-1] not in sampling.stop_token_ids):
+        row = StepRow(sequence_id, pending, position, table, sampling, len(tokens))
+        result = engine.run_step(StepPlan(0, (row,)), lambda num_layers: None)  # type: ignore[arg-type]
+        position += len(pending)
+        tokens.append(result.tokens[0].token_id)
+        pending = (tokens[-1],)
+    return tokens

@@ -1,0 +1,99 @@
+"""Arithmetic on segments and views: totals, containment, cutting into batches, copying across unequal cuts."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+
+from disagg.kvcache.memory import Segment
+
+
+def total_bytes(segments: Iterable[Segment]) -> int:
+    """Sum of the segments' lengths."""
+    return sum(segment.length for segment in segments)
+
+
+class SegmentSet:
+    """Bytes covered by some segments, as sorted merged intervals [start, stop)."""
+
+    def __init__(self, segments: Iterable[Segment]) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for offset, length in sorted(segments):
+            if offset < 0 or length < 0:
+                raise ValueError(f"segment ({offset}, {length}) is negative; offsets and lengths start at 0")
+            if length == 0:
+                continue
+            if self._stops and offset <= self._stops[-1]:
+                self._stops[-1] = max(self._stops[-1], offset + length)
+            else:
+                self._starts.append(offset)
+                self._stops.append(offset + length)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._stops) - sum(self._starts)
+
+    @property
+    def stop(self) -> int:
+        """One past the highest byte; 0 when empty."""
+        return self._stops[-1] if self._stops else 0
+
+    def first_outside(self, segments: Iterable[Segment]) -> Segment | None:
+        """The first of `segments` that is not wholly covered, or None."""
+        start = stop = 0
+        for segment in segments:
+            offset, length = segment
+            # Neighbours usually share an interval: look in the last one before searching.
+            if start <= offset and 0 <= length <= stop - offset:
+                continue
+            at = bisect_right(self._starts, offset) - 1
+            if at < 0 or length < 0 or offset + length > self._stops[at]:
+                return segment
+            start, stop = self._starts[at], self._stops[at]
+        return None
+
+    def check_invariants(self) -> None:
+        edges = [edge for pair in zip(self._starts, self._stops, strict=True) for edge in pair]
+        assert all(a < b for a, b in pairwise(edges)), f"intervals are not merged: {edges[:16]}"
+
+
+def batches(views: Sequence[memoryview], *, max_bytes: int, max_views: int) -> Iterator[list[memoryview]]:
+    """Cut byte views, in order, into lists of at most `max_views` views and `max_bytes` bytes. Copies nothing."""
+    batch: list[memoryview] = []
+    room = max_bytes
+    for view in views:
+        start, size = 0, view.nbytes
+        while start < size:
+            taken = min(room, size - start)
+            batch.append(view if taken == size else view[start : start + taken])
+            start += taken
+            room -= taken
+            if room == 0 or len(batch) == max_views:
+                yield batch
+                batch, room = [], max_bytes
+    if batch:
+        yield batch
+
+
+def advance(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of `views` after their first `num_bytes` bytes."""
+    for index, view in enumerate(views):
+        if num_bytes < view.nbytes:
+            return [view[num_bytes:] if num_bytes else view, *views[index + 1 :]]
+        num_bytes -= view.nbytes
+    return []
+
+
+def copy_views(source: Sequence[memoryview], destination: Sequence[memoryview]) -> None:
+    """Copy bytes in order between two lists of byte views of equal total, however each is cut."""
+    targets = iter(destination)
+    target = memoryview(b"")
+    for view in source:
+        start = 0
+        while start < view.nbytes:
+            while target.nbytes == 0:
+                target = next(targets)
+            taken = min(view.nbytes - start, target.nbytes)
+            target[:taken] = view[start : start + taken]
+            target = target[taken:]
+            start += taken

@@ -1,0 +1,135 @@
+"""The writing side of tcp: one link per peer."""
+
+import threading
+
+from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.errors import InternalFault
+from disagg.core.ids import Incarnation, WorkerId
+from disagg.kvcache.memory import Memory, Segment
+from disagg.transport.api import Post, Write, WriteFinished, WritesStopped
+from disagg.transport.deadlines import DeadlineWatch, join_all
+from disagg.transport.outbox import Outbox
+from disagg.transport.segments import SegmentSet, total_bytes
+from disagg.transport.tcp_link import PeerLink, TcpSenderConfig
+from disagg.transport.wire import MAX_KEY_BYTES, Hello
+
+
+class TcpSender:
+    """Writes out of `memory` into peers' grants. Threads start with the first write to a peer."""
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        incarnation: Incarnation,
+        memory: Memory,
+        post: Post,
+        config: TcpSenderConfig | None = None,
+    ) -> None:
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._memory = memory
+        self._arena = SegmentSet([Segment(0, memory.num_bytes)])
+        self._config = config or TcpSenderConfig()
+        self._outbox = Outbox(post)
+        self._watch = DeadlineWatch(f"disagg-tcp-cancel-{worker_id}")
+        self._lock = threading.Lock()
+        self._links: dict[WorkerId, PeerLink] = {}
+        self._retired: list[PeerLink] = []  # ending on their own; joined in close()
+        self._is_closed = False
+
+    def connect(self, peer: WorkerId, endpoint: Endpoint, incarnation: Incarnation) -> None:
+        """Name a peer; nothing is opened yet. A changed address or incarnation fails the peer's unfinished writes.
+
+        Raises InternalFault for an endpoint that is not tcp.
+        """
+        host, _, port = endpoint.address.rpartition(":")
+        if endpoint.kind is not TransportKind.TCP or not host or not port.isdecimal():
+            raise InternalFault(f"{endpoint} is not a tcp endpoint with address host:port")
+        with self._lock:
+            if self._is_closed:
+                raise InternalFault("this sender is closed; make a new one")
+            link = self._links.get(peer)
+            if link is not None:
+                if (link.endpoint, link.incarnation) == (endpoint, incarnation):
+                    return
+                self._retire(link, f"{peer} is now incarnation {incarnation:x} at {endpoint.address}")
+            hello = Hello(self._worker_id, self._incarnation, incarnation, self._config.checksums)
+            self._links[peer] = PeerLink(hello, peer, endpoint, self._memory, self._config, self._outbox, self._watch)
+        self._outbox.flush()
+
+    def write(self, write: Write) -> None:
+        """Queue one write; exactly one WriteFinished follows, also for a write that can never be sent."""
+        with self._lock:
+            link = self._links.get(write.peer)
+        failure = self._flaw(write)
+        if failure is None and link is None:
+            failure = f"{write.peer} is not connected; call connect() first"
+        if failure is not None or link is None:
+            self._outbox.put(WriteFinished(write.peer, write.key, write.number, failure))
+            self._outbox.flush()
+        else:
+            link.write(write)
+
+    def cancel(self, peer: WorkerId, key: bytes) -> None:
+        """Drop queued writes under key; one WritesStopped follows, within fence_timeout_s.
+
+        A frame that is being sent is finished, or its connection shut. Never write under the key again.
+        """
+        with self._lock:
+            link = self._links.get(peer)
+        if link is None:
+            self._outbox.put(WritesStopped(peer, key))
+            self._outbox.flush()
+        else:
+            link.cancel(key)
+
+    def disconnect(self, peer: WorkerId) -> None:
+        """Forget a peer; its unfinished writes fail, without a ConnectionLost."""
+        with self._lock:
+            link = self._links.pop(peer, None)
+            if link is not None:
+                self._retire(link, f"{peer} was disconnected")
+        self._outbox.flush()
+
+    def close(self) -> None:
+        """Fail what is unfinished, stop all threads, close all sockets.
+
+        Raises InternalFault when a thread outlives close_timeout_s.
+        """
+        with self._lock:
+            self._is_closed = True
+            for link in self._links.values():
+                self._retire(link, "the sender was closed")
+            self._links.clear()
+            threads = [link.thread for link in self._retired if link.thread is not None]
+        left = join_all(threads, self._config.close_timeout_s)
+        self._watch.close()
+        self._outbox.flush()
+        if left:
+            limit_s = self._config.close_timeout_s
+            raise InternalFault(f"threads {left} did not return within {limit_s} s; memory is blocking them")
+
+    def check_invariants(self) -> None:
+        with self._lock:
+            links = [*self._links.values(), *self._retired]
+            assert not self._is_closed or not self._links, "a closed sender keeps links"
+            assert all(link.peer == peer for peer, link in self._links.items())
+        for link in links:
+            link.check_invariants()
+
+    def _retire(self, link: PeerLink, reason: str) -> None:
+        link.retire(reason)
+        self._retired = [each for each in self._retired if each.thread is not None and each.thread.is_alive()]
+        self._retired.append(link)
+
+    def _flaw(self, write: Write) -> str | None:
+        """Why a write can never be sent, or None."""
+        source, destination = total_bytes(write.source), total_bytes(write.destination)
+        if source != destination:
+            return f"{source} source bytes for {destination} destination bytes; they must be equal"
+        outside = self._arena.first_outside(write.source)
+        if outside is not None:
+            return f"{outside} is outside the arena of {self._memory.num_bytes} bytes; write only own blocks"
+        if len(write.key) > MAX_KEY_BYTES:
+            return f"key of {len(write.key)} bytes is over the limit of {MAX_KEY_BYTES}; draw shorter keys"
+        return None

@@ -1,0 +1,59 @@
+"""How one worker process is set up. Field names are the command line's flags."""
+
+import msgspec
+
+from disagg.core.errors import ConfigurationError
+from disagg.core.roles import HandoffMode, Numerics, Role
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker. Raises ConfigurationError when a value cannot work."""
+
+    model: str  # path of a model, or a known name
+    served_name: str  # what clients call it
+    role: Role
+    worker_id: str
+    router_address: str  # "host:port" of the router's control port
+    host: str = "127.0.0.1"  # where peers reach this worker
+    device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
+    cores: tuple[int, ...] = ()  # pin to these; empty: not pinned
+    num_threads: int | None = None  # for arithmetic; None: one per core
+    block_size: int = 16  # tokens
+    kv_memory_bytes: int = 1 << 30
+    num_blocks: int | None = None  # overrides kv_memory_bytes
+    max_context: int | None = None  # tokens; caps what the model allows
+    chunk_tokens: int = 512  # prompt tokens per step when no stream runs
+    mixed_chunk_tokens: int = 128  # prompt tokens per step beside running streams
+    max_running: int = 64  # sequences in one step
+    handoff: HandoffMode = HandoffMode.LAYERWISE
+    min_push_bytes: int = 256 * 1024
+    lease_s: float = 30.0
+    beat_interval_s: float = 0.5
+    beat_timeout_s: float = 5.0
+    numerics: Numerics = Numerics.EXACT
+
+    def __post_init__(self) -> None:
+        limits = (
+            ("block_size", self.block_size, 1),
+            ("kv_memory_bytes", self.kv_memory_bytes, 1),
+            ("num_blocks", self.num_blocks, 1),
+            ("num_threads", self.num_threads, 1),
+            ("max_context", self.max_context, 1),
+            ("chunk_tokens", self.chunk_tokens, 1),
+            ("mixed_chunk_tokens", self.mixed_chunk_tokens, 1),
+            ("max_running", self.max_running, 1),
+            ("min_push_bytes", self.min_push_bytes, 0),
+        )
+        for name, value, least in limits:
+            if value is not None and value < least:
+                raise ConfigurationError(f"{name} is {value}: it must be at least {least}")
+        for name, seconds in (("lease_s", self.lease_s), ("beat_interval_s", self.beat_interval_s)):
+            if seconds <= 0:
+                raise ConfigurationError(f"{name} is {seconds:g}: it must be above 0 seconds")
+        if self.beat_timeout_s <= self.beat_interval_s:
+            raise ConfigurationError(
+                f"beat_timeout_s is {self.beat_timeout_s:g}: it must exceed beat_interval_s ({self.beat_interval_s:g})"
+            )
+        for name, text in (("worker_id", self.worker_id), ("served_name", self.served_name), ("model", self.model)):
+            if not text.strip():
+                raise ConfigurationError(f"{name} is empty: give it a value")

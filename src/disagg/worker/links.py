@@ -1,0 +1,262 @@
+"""A worker's connections: one to its router, kept up for ever, and one to each peer.
+
+  router   dial until it answers (capped back-off), register, then messages until the connection is lost; again.
+  peers    the router says whom to meet; the source side dials, asks for pairing and reports what came of it.
+           A peer that refuses is asked again only when its incarnation changes; one that is lost, while announced.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from disagg.channel.channel import Channel, dial, listen, server_address
+from disagg.core.errors import ConfigurationError, Failure, FailureKind, PeerFault, PeerLost, ProtocolViolation
+from disagg.core.ids import WorkerId
+from disagg.protocol.messages import (
+    AnnouncePeers,
+    AnswerPairing,
+    AnswerRegistration,
+    RegisterWorker,
+    ReportPairing,
+    RequestPairing,
+    RouterToWorker,
+    WorkerCard,
+    WorkerToWorker,
+)
+from disagg.protocol.pairing import pairing_failure
+from disagg.scheduler.events import PeerLost as PeerWasLost
+from disagg.scheduler.events import PeerMessageReceived, PeerPaired, RouterLost, RouterMessageReceived
+from disagg.worker.worker import Worker
+
+_log = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+FIRST_RETRY_S = 0.1
+MAX_RETRY_S = 2.0
+
+_FROM_ROUTER: msgspec.msgpack.Decoder[RouterToWorker] = msgspec.msgpack.Decoder(RouterToWorker)
+_FROM_PEER: msgspec.msgpack.Decoder[WorkerToWorker] = msgspec.msgpack.Decoder(WorkerToWorker)
+
+
+class BeatTimes(msgspec.Struct, frozen=True):
+    """How often to say that one lives, and how long to believe it of others."""
+
+    interval_s: float
+    timeout_s: float
+
+
+class PeerLinks:
+    """Connections to other workers, in both directions of dialling."""
+
+    def __init__(self, worker: Worker, card: WorkerCard, beats: BeatTimes) -> None:
+        self.card = card  # with the control address, once listening
+        self._worker = worker
+        self._beats = beats
+        self._server: asyncio.Server | None = None
+        self._channels: dict[WorkerId, tuple[WorkerCard, Channel[WorkerToWorker]]] = {}
+        self._dials: dict[WorkerId, tuple[WorkerCard, asyncio.Task[None]]] = {}
+        self._refusals: dict[WorkerId, ReportPairing] = {}  # of the announced incarnations
+        self.report: Callable[[ReportPairing], None] = lambda report: None
+
+    async def listen(self, host: str) -> None:
+        self._server = await listen(host, 0, _FROM_PEER, self._welcome)
+        self.card = msgspec.structs.replace(self.card, control_address=server_address(self._server))
+
+    def announce(self, cards: tuple[WorkerCard, ...]) -> None:
+        """Meet these, forget the dials to others."""
+        wanted = {card.worker_id: card for card in cards}
+        for worker_id, (card, task) in list(self._dials.items()):
+            if wanted.get(worker_id) != card:
+                task.cancel()
+                del self._dials[worker_id]
+                self._refusals.pop(worker_id, None)
+        for card in cards:
+            known = self._channels.get(card.worker_id)
+            if known is not None and known[0].incarnation == card.incarnation:
+                self.report(ReportPairing(card.worker_id, card.incarnation, None))
+            elif card.worker_id in self._refusals:
+                self.report(self._refusals[card.worker_id])
+            elif card.worker_id not in self._dials:
+                self._dials[card.worker_id] = (card, asyncio.create_task(self._meet(card)))
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for _, task in self._dials.values():
+            task.cancel()
+        for _, channel in list(self._channels.values()):
+            await channel.close()
+
+    async def _meet(self, card: WorkerCard) -> None:
+        """Dial, pair and report; again after every loss, as long as the peer is announced."""
+        failure = pairing_failure(self.card, card)
+        wait_s = FIRST_RETRY_S
+        while failure is None:
+            try:
+                lost = await self._pair(card)
+                wait_s = FIRST_RETRY_S
+                reason = await lost
+                self.report(ReportPairing(card.worker_id, card.incarnation, Failure(FailureKind.WORKER_LOST, reason)))
+            except ConfigurationError as error:  # refused for good
+                failure = Failure(FailureKind.INVALID_REQUEST, str(error))
+            except PeerFault as error:
+                _log.info("%s: %s; trying again in %.1f s", card.worker_id, error, wait_s)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, MAX_RETRY_S)
+        _log.warning("%s", failure.message)
+        self._refusals[card.worker_id] = ReportPairing(card.worker_id, card.incarnation, failure)
+        self.report(self._refusals[card.worker_id])
+
+    async def _pair(self, card: WorkerCard) -> asyncio.Future[str]:
+        """Raises PeerFault, or ConfigurationError when the peer refuses. The future is set when the peer is lost."""
+        channel = await dial(card.control_address, _FROM_PEER, timeout_s=HANDSHAKE_TIMEOUT_S)
+        try:
+            channel.send(RequestPairing(self.card))
+            answer = await channel.receive(HANDSHAKE_TIMEOUT_S)
+            if not isinstance(answer, AnswerPairing):
+                raise ProtocolViolation(f"{card.worker_id} answered pairing with {type(answer).__name__}")
+            if answer.card.incarnation != card.incarnation:
+                raise PeerLost(f"{card.worker_id} is incarnation {answer.card.incarnation:x} by now")
+            if answer.failure is not None:
+                raise ConfigurationError(answer.failure.message)
+        except BaseException:
+            await channel.close()
+            raise
+        lost = self._attach(answer.card, channel)
+        self.report(ReportPairing(card.worker_id, card.incarnation, None))
+        return lost
+
+    async def _welcome(self, channel: Channel[WorkerToWorker]) -> None:
+        """A peer has dialled."""
+        try:
+            request = await channel.receive(HANDSHAKE_TIMEOUT_S)
+            if not isinstance(request, RequestPairing):
+                raise ProtocolViolation(f"{type(request).__name__} before pairing")
+        except PeerFault as error:
+            _log.info("connection from %s refused: %s", channel.peer_address, error)
+            await channel.close()
+            return
+        failure = pairing_failure(request.card, self.card)
+        channel.send(AnswerPairing(self.card, failure))
+        if failure is not None:
+            _log.warning("%s", failure.message)
+            await channel.close()
+            return
+        self._attach(request.card, channel)
+
+    def _attach(self, card: WorkerCard, channel: Channel[WorkerToWorker]) -> asyncio.Future[str]:
+        previous = self._channels.pop(card.worker_id, None)
+        if previous is not None:
+            self._lose(previous[0], "replaced by a newer connection")
+            asyncio.get_running_loop().create_task(previous[1].close())
+        lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def on_lost(reason: str) -> None:
+            known = self._channels.get(card.worker_id)
+            if known is not None and known[1] is channel:
+                del self._channels[card.worker_id]
+                self._lose(card, reason)
+            if not lost.done():
+                lost.set_result(reason)
+
+        self._channels[card.worker_id] = (card, channel)
+        self._worker.attach_peer(card, channel.send)
+        self._worker.handle(PeerPaired(card))
+        channel.start(
+            beat_interval_s=self._beats.interval_s,
+            beat_timeout_s=self._beats.timeout_s,
+            on_message=lambda message: self._worker.handle(PeerMessageReceived(card.worker_id, message)),
+            on_lost=on_lost,
+        )
+        return lost
+
+    def _lose(self, card: WorkerCard, reason: str) -> None:
+        self._worker.handle(PeerWasLost(card.worker_id, card.incarnation, reason))
+        self._worker.detach_peer(card.worker_id)
+
+
+class RouterLink:
+    """The connection to the router, kept up until the worker stops."""
+
+    def __init__(self, worker: Worker, peers: PeerLinks, address: str, beats: BeatTimes) -> None:
+        self._worker = worker
+        self._peers = peers
+        self._address = address
+        self._beats = beats
+        self._channel: Channel[RouterToWorker] | None = None
+
+    async def run(self) -> None:
+        """Never returns; raises ConfigurationError when the router refuses this worker for good."""
+        wait_s, told = FIRST_RETRY_S, ""
+        while True:
+            try:
+                lost = await self._register()
+                wait_s, told = FIRST_RETRY_S, ""
+                reason = await lost
+                _log.warning("router %s lost: %s", self._address, reason)
+            except PeerFault as error:
+                if str(error) != told:  # say it once, not at every try
+                    told = str(error)
+                    _log.info("router: %s; trying on", error)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, MAX_RETRY_S)
+
+    async def report_states(self) -> None:
+        """One report per beat."""
+        while True:
+            await asyncio.sleep(self._beats.interval_s)
+            self._worker.report_state()
+
+    async def close(self) -> None:
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def _register(self) -> asyncio.Future[str]:
+        """Raises PeerFault, or ConfigurationError when refused. The future is set when the router is lost."""
+        channel = await dial(self._address, _FROM_ROUTER, timeout_s=HANDSHAKE_TIMEOUT_S)
+        try:
+            channel.send(RegisterWorker(self._peers.card))
+            answer = await channel.receive(HANDSHAKE_TIMEOUT_S)
+            if not isinstance(answer, AnswerRegistration):
+                raise ProtocolViolation(f"the router answered registration with {type(answer).__name__}")
+            if answer.failure is not None and answer.failure.kind is FailureKind.INVALID_REQUEST:
+                raise ConfigurationError(f"the router refuses this worker: {answer.failure.message}")
+            if answer.failure is not None:
+                raise PeerLost(answer.failure.message)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                await channel.close()
+            raise
+        _log.info("registered with router %s", self._address)
+        return self._attach(channel)
+
+    def _attach(self, channel: Channel[RouterToWorker]) -> asyncio.Future[str]:
+        lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        def on_lost(reason: str) -> None:
+            self._channel = None
+            self._worker.attach_router(None)
+            self._worker.handle(RouterLost())
+            if not lost.done():
+                lost.set_result(reason)
+
+        def on_message(message: RouterToWorker) -> None:
+            if isinstance(message, AnnouncePeers):
+                self._peers.announce(message.peers)
+            else:
+                self._worker.handle(RouterMessageReceived(message))
+
+        self._channel = channel
+        self._worker.attach_router(channel.send)
+        self._peers.report = channel.send
+        channel.start(
+            beat_interval_s=self._beats.interval_s,
+            beat_timeout_s=self._beats.timeout_s,
+            on_message=on_message,
+            on_lost=on_lost,
+        )
+        self._worker.report_state()
+        return lost

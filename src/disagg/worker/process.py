@@ -1,0 +1,121 @@
+"""Main of a worker process: load, listen, register, serve until told to stop."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import sys
+
+from disagg.channel.lifeline import watch_parent
+from disagg.core.endpoints import TransportKind
+from disagg.core.errors import ConfigurationError
+from disagg.core.ids import MAX_INCARNATION, Incarnation, WorkerId
+from disagg.modelfiles.fetch import resolve_model
+from disagg.policy.batching import StepBudget
+from disagg.protocol.messages import WorkerCard
+from disagg.scheduler.config import SchedulerConfig
+from disagg.transport.tcp_receiver import TcpReceiver
+from disagg.transport.tcp_sender import TcpSender
+from disagg.worker.config import WorkerConfig
+from disagg.worker.courier import Courier, MakeMovers, Mover
+from disagg.worker.engines import LoadedEngine, load_engine
+from disagg.worker.links import BeatTimes, PeerLinks, RouterLink
+from disagg.worker.worker import Worker
+
+_log = logging.getLogger(__name__)
+
+
+def run_worker(config: WorkerConfig) -> int:
+    """Blocking; the exit code: 0 when told to stop, 2 when the configuration cannot work."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    lifeline = watch_parent()
+    try:
+        if config.cores:
+            os.sched_setaffinity(0, config.cores)
+        loaded = load_engine(config, resolve_model(config.model))
+        asyncio.run(_serve(config, loaded))
+    except (ConfigurationError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    finally:
+        if lifeline is not None:
+            lifeline.close()
+    return 0
+
+
+async def _serve(config: WorkerConfig, loaded: LoadedEngine) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    worker, peers = await start_worker(config, loaded)
+    router = RouterLink(worker, peers, config.router_address, _beats(config))
+    tasks = [asyncio.create_task(router.run()), asyncio.create_task(router.report_states())]
+    stopping = asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (*tasks, stopping):
+        task.cancel()
+    await router.close()
+    await peers.close()
+    await worker.close()
+    for task in done:  # a refusal by the router, or a fault of ours, ends the process with its reason
+        with contextlib.suppress(asyncio.CancelledError):
+            task.result()
+
+
+async def start_worker(config: WorkerConfig, loaded: LoadedEngine) -> tuple[Worker, PeerLinks]:
+    """A worker that listens for peers and knows no router yet."""
+    engine = loaded.engine
+    incarnation = Incarnation(secrets.randbelow(MAX_INCARNATION))
+    worker_id = WorkerId(config.worker_id)
+    card = WorkerCard(
+        worker_id=worker_id,
+        incarnation=incarnation,
+        role=config.role,
+        pool=loaded.pool,
+        layout=engine.layout,
+        num_blocks=engine.num_blocks,
+        control_address="",
+        data_endpoints=(),
+    )
+    courier = Courier(card, _tcp(config, loaded, worker_id, incarnation))
+    worker = Worker(scheduler_config(config, loaded, incarnation), engine, courier)
+    peers = PeerLinks(worker, courier.card, _beats(config))
+    await peers.listen(config.host)
+    courier.card = peers.card
+    return worker, peers
+
+
+def scheduler_config(config: WorkerConfig, loaded: LoadedEngine, incarnation: Incarnation) -> SchedulerConfig:
+    """The pure part of a worker's configuration."""
+    return SchedulerConfig(
+        worker_id=WorkerId(config.worker_id),
+        incarnation=incarnation,
+        role=config.role,
+        model_digest=loaded.pool.model_digest,
+        numerics=loaded.pool.numerics,
+        layout=loaded.engine.layout,
+        num_blocks=loaded.engine.num_blocks,
+        max_context=loaded.pool.max_context,
+        vocab_size=loaded.pool.vocab_size,
+        budget=StepBudget(config.chunk_tokens, config.mixed_chunk_tokens, config.max_running),
+        handoff_mode=config.handoff,
+        min_push_bytes=config.min_push_bytes,
+        lease_s=config.lease_s,
+    )
+
+
+def _tcp(config: WorkerConfig, loaded: LoadedEngine, worker_id: WorkerId, incarnation: Incarnation) -> MakeMovers:
+    memory = loaded.engine.memory
+    return lambda post: {
+        TransportKind.TCP: Mover(
+            TcpSender(worker_id, incarnation, memory, post),
+            TcpReceiver(memory, incarnation, post, host=config.host),
+        )
+    }
+
+
+def _beats(config: WorkerConfig) -> BeatTimes:
+    return BeatTimes(config.beat_interval_s, config.beat_timeout_s)

@@ -1,0 +1,137 @@
+"""One worker: the only thread that touches the scheduler, and the threads that work for it.
+
+  1. Everything that happens becomes an event: messages, finished steps, landed bytes, time. Threads post theirs.
+  2. The event loop's thread hands each event to the scheduler and carries out the actions it returns, in order.
+  3. Steps run on one step thread, bytes move on the transport's threads; neither touches scheduler state.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from disagg.core.errors import Failure, FailureKind
+from disagg.core.ids import WorkerId
+from disagg.protocol.messages import ReportState, WorkerCard, WorkerToRouter, WorkerToWorker
+from disagg.scheduler.actions import (
+    Action,
+    OpenGrant,
+    PushSpan,
+    RevokeGrant,
+    RunStep,
+    SendToPeer,
+    SendToRouter,
+    StopPushes,
+)
+from disagg.scheduler.config import SchedulerConfig
+from disagg.scheduler.engine import Engine, StepPlan
+from disagg.scheduler.events import ClockTicked, Event, LayersComputed, StepFailed, StepFinished
+from disagg.scheduler.scheduler import Scheduler
+from disagg.worker.courier import Courier
+
+_log = logging.getLogger(__name__)
+
+MAX_SLEEP_S = 3600.0  # of the clock when the scheduler has nothing to wait for
+
+
+class Worker:
+    """Owns scheduler, step thread and courier. Links to router and peers are given their say by callbacks."""
+
+    def __init__(self, config: SchedulerConfig, engine: Engine, courier: Courier) -> None:
+        self.scheduler = Scheduler(config)
+        self.courier = courier
+        self._engine = engine
+        self._steps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._send_to_router: Callable[[WorkerToRouter], None] | None = None
+        self._peers: dict[WorkerId, Callable[[WorkerToWorker], None]] = {}
+        self._is_closed = False
+        self._perform: dict[type, Callable[..., None]] = {
+            SendToRouter: self._tell_router,
+            SendToPeer: self._tell_peer,
+            RunStep: self._run_step,
+            OpenGrant: courier.open_grant,
+            RevokeGrant: courier.revoke_grant,
+            PushSpan: courier.push,
+            StopPushes: courier.stop_pushes,
+        }
+        courier.start(self.post)
+
+    def post(self, event: Event) -> None:
+        """Take an event from any thread; returns at once. Dropped once the worker is closed."""
+        if not self._is_closed:
+            self._loop.call_soon_threadsafe(self.handle, event)
+
+    def handle(self, event: Event) -> None:
+        """Take an event on the loop's thread and do what follows from it."""
+        if self._is_closed:
+            return
+        actions: list[Action] = self.scheduler.handle(event, time.monotonic())
+        for action in actions:
+            self._perform[type(action)](action)
+        self._set_timer()
+
+    # --- links -------------------------------------------------------------------------------------------------
+
+    def attach_router(self, send: Callable[[WorkerToRouter], None] | None) -> None:
+        """Where messages to the router go; None while there is none."""
+        self._send_to_router = send
+
+    def attach_peer(self, card: WorkerCard, send: Callable[[WorkerToWorker], None]) -> None:
+        self._peers[card.worker_id] = send
+        self.courier.connect(card)
+
+    def detach_peer(self, worker_id: WorkerId) -> None:
+        self._peers.pop(worker_id, None)
+        self.courier.disconnect(worker_id)
+
+    def report_state(self) -> None:
+        self._tell_router(SendToRouter(ReportState(self.scheduler.config.role, self.scheduler.snapshot())))
+
+    async def close(self) -> None:
+        """Stop the step thread and the transport. A step that runs is waited for: it cannot be interrupted."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._loop.run_in_executor(None, self._steps.shutdown)
+        await self._loop.run_in_executor(None, self.courier.close)
+
+    def check_invariants(self) -> None:
+        self.scheduler.check_invariants()
+        self.courier.check_invariants()
+
+    # --- actions -----------------------------------------------------------------------------------------------
+
+    def _tell_router(self, action: SendToRouter) -> None:
+        if self._send_to_router is not None:
+            self._send_to_router(action.message)
+
+    def _tell_peer(self, action: SendToPeer) -> None:
+        send = self._peers.get(action.peer)
+        if send is not None:
+            send(action.message)
+
+    def _run_step(self, action: RunStep) -> None:
+        self._steps.submit(self._step, action.plan)
+
+    def _step(self, plan: StepPlan) -> None:
+        """On the step thread."""
+        started_s = time.perf_counter()
+        try:
+            result = self._engine.run_step(plan, lambda num_layers: self.post(LayersComputed(plan.step_id, num_layers)))
+        except Exception as error:  # whatever the engine raises ends this step's sequences, not the worker
+            _log.exception("step %d failed", plan.step_id)
+            failure = Failure(FailureKind.INTERNAL, f"step {plan.step_id} failed: {type(error).__name__}: {error}")
+            self.post(StepFailed(plan.step_id, failure))
+        else:
+            self.post(StepFinished(result, time.perf_counter() - started_s))
+
+    # --- time --------------------------------------------------------------------------------------------------
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        wait_s = min(max(0.0, self.scheduler.next_wake_s() - time.monotonic()), MAX_SLEEP_S)
+        self._timer = self._loop.call_later(wait_s, self.handle, ClockTicked())

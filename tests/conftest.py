@@ -1,0 +1,76 @@
+"""Fixtures for every test. Each test must leave no thread and no child process behind."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from disagg.modelfiles.fetch import KNOWN_MODELS, models_folder
+
+LEAK_TIMEOUT_S = 5.0
+# Threads that libraries keep for the whole life of the process.
+LIBRARY_THREADS = ("pydevd", "tqdm", "ThreadPoolExecutor-hypothesis")
+
+settings.register_profile("house", deadline=None, print_blob=True)
+settings.load_profile("house")
+
+
+def _children() -> set[int]:
+    pids: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            pids |= {int(pid) for pid in path.read_text().split()}
+    return pids
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if not thread.name.startswith(LIBRARY_THREADS)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves threads or child processes."""
+    threads, children = _threads(), _children()
+    yield
+    deadline_s = time.monotonic() + LEAK_TIMEOUT_S
+    while (_threads() - threads or _children() - children) and time.monotonic() < deadline_s:
+        time.sleep(0.005)
+    assert not _threads() - threads, "threads left behind"
+    assert not _children() - children, "child processes left behind"
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port on loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The real weights. Skips, saying how to get them, where they are not."""
+    model = KNOWN_MODELS["smollm2"]
+    path = models_folder() / model.folder / model.file_name
+    if not path.exists():
+        pytest.skip(f"no {path}: run `disagg serve smollm2` once to fetch it")
+    return path
+
+
+@pytest.fixture
+def make_file(tmp_path: Path) -> Callable[[str, bytes], Path]:
+    """Write a file into the test's own folder."""
+
+    def make(name: str, content: bytes) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return path
+
+    return make

@@ -1,0 +1,80 @@
+"""An application over a fake service, a tiny real tokenizer, and a check that nothing is left behind."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.unit.router.site import MakeSite, Site
+
+from disagg.dispatch.stream import ModelStatus
+from disagg.modelfiles.tokenizer import ModelTokenizer, load_tokenizer
+from disagg.router.app import create_app
+from disagg.router.text import ModelText
+from disagg.testing.generation import FakeGenerationService, Script, ScriptFor, ready
+from disagg.testing.tokenizer_files import write_tiny_tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="session")
+def bare_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without a chat template."""
+    return write_tiny_tokenizer(tmp_path_factory.mktemp("bare"), chat_template=None)
+
+
+@pytest.fixture
+def text_threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2, thread_name_prefix="text") as pool:
+        yield pool
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("text")]
+
+
+@pytest.fixture(autouse=True)
+async def no_task_left() -> AsyncIterator[None]:
+    yield
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not left, left
+
+
+@pytest.fixture
+async def make_site(
+    tokenizer: ModelTokenizer, bare_folder: Path, text_threads: ThreadPoolExecutor
+) -> AsyncIterator[MakeSite]:
+    sites: list[Site] = []
+
+    def make(
+        script_for: ScriptFor = lambda request: Script(),
+        statuses: Sequence[ModelStatus] = (ready("tiny"), ready("bare")),
+        max_body_bytes: int = 1 << 20,
+    ) -> Site:
+        service = FakeGenerationService(statuses, script_for)
+        models = {"tiny": ModelText(tokenizer), "bare": ModelText(load_tokenizer(bare_folder))}
+        app = create_app(
+            service,
+            models,
+            text_threads=text_threads,
+            max_body_bytes=max_body_bytes,
+            clock=lambda: 1_700_000_000.0,
+            draw_seed=lambda: 77,
+        )
+        transport = httpx.ASGITransport(app=app)
+        site = Site(service, app, httpx.AsyncClient(transport=transport, base_url="http://test"))
+        sites.append(site)
+        return site
+
+    yield make
+    for site in sites:
+        await site.client.aclose()
+        site.service.check_invariants()
+
+
+@pytest.fixture
+def site(make_site: MakeSite) -> Site:
+    return make_site()

@@ -1,0 +1,90 @@
+"""Everything but generation: models, health, metrics, limits, headers."""
+
+import pytest
+from tests.unit.router.site import MakeSite, Site
+
+from disagg import __version__
+from disagg.testing.generation import not_ready, ready
+
+
+async def test_models(site: Site) -> None:
+    listed = (await site.client.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    assert [card["id"] for card in listed["data"]] == ["tiny", "bare"]
+    assert (await site.client.get("/v1/models/tiny")).json() == listed["data"][0]
+    assert listed["data"][0] == {
+        "id": "tiny",
+        "object": "model",
+        "created": 1_700_000_000,
+        "owned_by": "disagg",
+        "max_model_len": 4096,
+    }
+    missing = await site.client.get("/v1/models/org/none")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_health_follows_readiness(make_site: MakeSite) -> None:
+    site = make_site(statuses=[not_ready("tiny"), ready("bare")])
+    response = await site.client.get("/health")
+    assert (response.status_code, response.json()["status"]) == (200, "ok")
+    site.service.statuses = (not_ready("tiny", "no prefill worker"),)
+    response = await site.client.get("/health")
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    assert "tiny: no prefill worker" in response.json()["missing"]
+    assert "bare: the service does not know this model" in response.json()["missing"]
+
+
+async def test_model_that_is_not_ready(make_site: MakeSite) -> None:
+    site = make_site(statuses=[not_ready("tiny", "no decode worker")])
+    response = await site.chat()
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "2"
+    assert "no decode worker" in response.json()["error"]["message"]
+
+
+async def test_plain_endpoints(site: Site) -> None:
+    metrics = await site.client.get("/metrics")
+    assert metrics.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert b"fake_submitted 0" in metrics.content
+    assert (await site.client.get("/cluster")).json() == {"workers": []}
+    assert (await site.client.get("/version")).json() == {"version": __version__}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "not_found"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("POST", "/health", 405, "method_not_allowed"),
+    ],
+)
+async def test_routing_errors(site: Site, method: str, path: str, status: int, code: str) -> None:
+    response = await site.client.request(method, path)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    if status == 405:
+        assert response.headers["allow"]
+
+
+async def test_body_limit(make_site: MakeSite) -> None:
+    site = make_site(max_body_bytes=1000)
+    assert (await site.complete(prompt="x" * 500)).status_code == 200
+    declared = await site.complete(prompt="x" * 2000)
+
+    async def parts() -> object:
+        for _ in range(20):
+            yield b"x" * 100
+
+    undeclared = await site.client.post("/v1/completions", content=parts())  # type: ignore[arg-type]
+    for response in (declared, undeclared):
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "body_too_large")
+
+
+async def test_request_ids(site: Site) -> None:
+    drawn = [(await site.client.get(path)).headers["x-request-id"] for path in ("/version", "/nothing")]
+    assert len(set(drawn)) == 2
+    kept = await site.client.get("/version", headers={"X-Request-ID": "abc-1:2"})
+    assert kept.headers["x-request-id"] == "abc-1:2"
+    for insane in ("x" * 300, "a b", ""):
+        response = await site.client.get("/version", headers={"X-Request-ID": insane})
+        assert response.headers["x-request-id"] not in (insane, "")

@@ -1,0 +1,188 @@
+"""What clients get wrong: each answer is an OpenAI error object that names the field."""
+
+import pytest
+from tests.unit.router.site import MakeSite, Site
+
+from disagg.core.errors import InvalidRequest
+from disagg.modelfiles.tokenizer import ModelTokenizer
+from disagg.router.fields import read_object
+from disagg.router.openai_types import read_chat, read_completion
+from disagg.testing.generation import ready
+
+BAD_COMMON: list[tuple[dict[str, object], str]] = [
+    ({"model": None}, "model"),
+    ({"model": 3}, "model"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": True}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"n": "2"}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -3}, "max_tokens"),
+    ({"max_tokens": "10"}, "max_tokens"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 1.1}, "top_p"),
+    ({"seed": 0.5}, "seed"),
+    ({"seed": 2**64}, "seed"),
+    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": ["a", 1]}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": 7}, "stop"),
+    ({"stop": {}}, "stop"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": []}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"frequency_penalty": -1}, "frequency_penalty"),
+    ({"user": 5}, "user"),
+]
+
+BAD_CHAT: list[tuple[dict[str, object], str]] = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": "hi"}, "messages"),
+    ({"messages": {"role": "user"}}, "messages"),
+    ({"messages": ["hi"]}, "messages[0]"),
+    ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "boss", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"logprobs": 3}, "logprobs"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": "json"}, "response_format"),
+    ({"modalities": ["audio"]}, "modalities"),
+]
+
+BAD_COMPLETION: list[tuple[dict[str, object], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": [""]}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [[1], ["a"]]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [1, 10_000]}, "prompt"),
+    ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
+    ({"logprobs": 6}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"echo": True}, "echo"),
+    ({"suffix": "x"}, "suffix"),
+    ({"best_of": 3}, "best_of"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_COMMON + BAD_CHAT)
+async def test_bad_chat(site: Site, fields: dict[str, object], param: str) -> None:
+    response = await site.chat(**fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
+    assert site.service.streams == []
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_COMMON + BAD_COMPLETION)
+async def test_bad_completion(site: Site, fields: dict[str, object], param: str) -> None:
+    response = await site.complete(**fields)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "invalid_request_error"), error
+    assert error["param"].startswith(param)
+    assert site.service.streams == []
+
+
+async def test_neutral_values_are_taken(site: Site) -> None:
+    names = ("n", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options", "user", "logprobs")
+    nothing = dict.fromkeys((*names, "logit_bias", "presence_penalty"))
+    common: dict[str, object] = {**nothing, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0, "n": 1.0}
+    chat = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "top_k": 5, "made_up": {}}
+    assert (await site.chat(**common, **chat)).status_code == 200
+    assert (await site.complete(**common, echo=False, suffix="", best_of=1, made_up=1)).status_code == 200
+    assert (await site.complete(n=2, best_of=2)).status_code == 200
+
+
+async def test_parts_and_roles(site: Site, tokenizer: ModelTokenizer) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "be kind"}, {"role": "assistant"}, {"role": "user", "content": parts}]
+    assert (await site.chat(messages=messages)).status_code == 200
+    text = tokenizer.decode(site.service.streams[0].request.prompt_ids, skip_special_tokens=False)
+    assert "<|im_start|>system\nbe kind<|im_end|>" in text
+    assert "<|im_start|>assistant\n<|im_end|>" in text
+    assert "<|im_start|>user\na\nb<|im_end|>" in text
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"nonsense", b"\xff\xfe", b"[1]", b'"x"', b"null", b"NaN", b"[" * 100_000, b'{"a": "\\ud800 "}']
+)
+async def test_not_an_object(site: Site, body: bytes) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        response = await site.client.post(path, content=body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_unknown_model(site: Site) -> None:
+    for response in (await site.chat(model="gpt-9"), await site.complete(model="gpt-9")):
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "model_not_found"
+        assert "tiny" in response.json()["error"]["message"]
+
+
+async def test_prompt_longer_than_the_context(make_site: MakeSite) -> None:
+    site = make_site(statuses=[ready("tiny", 20)])
+    for is_streamed in (False, True):
+        for response in (
+            await site.complete(prompt=[5] * 30, stream=is_streamed),
+            await site.complete(prompt=[5] * 20, max_tokens=1, stream=is_streamed),
+            await site.chat(messages=[{"role": "user", "content": "long " * 30}], stream=is_streamed),
+        ):
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+            assert "prompt has" in error["message"]
+            assert "20 tokens" in error["message"]
+            assert "max_tokens" not in error["message"]
+
+
+async def test_prompt_and_answer_longer_than_the_context(make_site: MakeSite) -> None:
+    site = make_site(statuses=[ready("tiny", 20)])
+    error = (await site.complete(prompt=[5] * 12, max_tokens=9)).json()["error"]
+    assert all(number in error["message"] for number in ("12", "9", "21", "20", "at most 8"))
+    assert (await site.complete(prompt=[5] * 12, max_tokens=8)).status_code == 200
+    assert (await site.complete(prompt=[5] * 4)).status_code == 200  # exactly the default of 16
+    assert (await site.complete(prompt=[5] * 5)).status_code == 400
+
+
+async def test_model_without_template(site: Site) -> None:
+    response = await site.chat(model="bare")
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "no_chat_template"
+    assert (await site.complete(model="bare")).status_code == 200
+
+
+def test_readers_take_numbers_as_json_means_them() -> None:
+    completion = read_completion(read_object(b'{"model":"m","prompt":"x","max_tokens":5.0,"temperature":1}'))
+    assert (completion.params.max_tokens, completion.params.temperature) == (5, 1.0)
+    chat = read_chat(read_object(b'{"model":"m","messages":[{"role":"user","content":"x"}],"stop":["a","a","b"]}'))
+    assert (chat.params.stop, chat.params.max_tokens, chat.params.num_logprobs) == (("a", "b"), None, None)
+    with pytest.raises(InvalidRequest):
+        read_object(b"[]")

@@ -1,0 +1,56 @@
+"""Rules of the house that no linter knows."""
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted((ROOT / "src" / "disagg").rglob("*.py"))
+BANNED = re.compile(r"(Manager|Handler|Helper|Utils?|Impl|Mixin)$|^Base[A-Z]|common|misc", re.IGNORECASE)
+MAX_LINES = 420
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_source_files_are_short_and_say_what_they_are(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    assert ast.get_docstring(ast.parse(text)), "no module docstring"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_names_say_something(path: Path) -> None:
+    assert not BANNED.search(path.stem)
+    classes = [node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+    assert [name for name in classes if BANNED.search(name)] == []
+
+
+def test_every_pinned_dependency_is_allowed_and_every_direct_one_is_pinned() -> None:
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pins = dict(
+        line.lower().split("==") for line in (ROOT / "requirements.lock").read_text().splitlines() if "==" in line
+    )
+    pins = {name.replace("_", "-"): version for name, version in pins.items()}
+    for text in (*project["dependencies"], *project["optional-dependencies"]["dev"]):
+        requirement = Requirement(text)
+        name = requirement.name.lower().replace("_", "-")
+        assert requirement.specifier.contains(pins[name]), f"{text} does not allow the pinned {pins[name]}"
+
+
+def test_the_package_is_typed() -> None:
+    assert (ROOT / "src" / "disagg" / "py.typed").exists()
+
+
+def test_the_check_on_a_server_is_what_a_person_runs() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "set -euo pipefail" in script
+    assert script.index("make test") < script.index("make parity")
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111

@@ -1,0 +1,428 @@
+"""What only sockets can do: garbage, strangers, death in the middle of a frame, silence."""
+
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from tests.unit.transport.rigs import (
+    ARENA_BYTES,
+    DEADLINE_S,
+    DECODE,
+    FENCE_S,
+    PREFILL,
+    RECEIVER_INCARNATION,
+    SENDER_INCARNATION,
+    EventLog,
+    TcpRig,
+    write_of,
+)
+
+from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.errors import InternalFault
+from disagg.core.ids import Incarnation, WorkerId
+from disagg.kvcache.memory import Segment
+from disagg.testing.memory import BytesMemory
+from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded, WritesStopped
+from disagg.transport.tcp_link import TcpSenderConfig
+from disagg.transport.tcp_receiver import TcpReceiver
+from disagg.transport.tcp_sender import TcpSender
+from disagg.transport.wire import (
+    MAGIC,
+    MAX_HEADER_BYTES,
+    PREFIX_BYTES,
+    FrameHeader,
+    Hello,
+    Item,
+    Welcome,
+    decode_body,
+    decode_prefix,
+    encode,
+    encode_trailer,
+)
+
+KEY = b"key-0"
+BIG = (Segment(0, 256 << 10),)
+WHOLE = (Segment(0, ARENA_BYTES),)
+HELLO = Hello(WorkerId("raw"), Incarnation(5), RECEIVER_INCARNATION, True)
+
+
+@contextmanager
+def dialled(receiver: TcpReceiver) -> Iterator[socket.socket]:
+    host, _, port = receiver.endpoint.address.rpartition(":")
+    with socket.create_connection((host, int(port)), DEADLINE_S) as sock:
+        yield sock
+
+
+def read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        part = sock.recv(num_bytes - len(data))
+        assert part, f"closed after {data!r}"
+        data += part
+    return data
+
+
+def read_welcome(sock: socket.socket) -> Welcome:
+    prefix = decode_prefix(read_exactly(sock, PREFIX_BYTES), Item.WELCOME)
+    return decode_body(read_exactly(sock, prefix.num_bytes), prefix, Welcome)
+
+
+def is_closed_by_peer(sock: socket.socket) -> bool:
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    return True  # a socket timeout raises TimeoutError instead
+
+
+def assert_still_serves(rig: TcpRig, number: int) -> None:
+    rig.sender.write(write_of(KEY, number, BIG, BIG))
+    assert rig.sent.wait(WriteFinished, number + 1)[-1].failure is None
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "is the port right"),
+        (struct.pack("!4sHHII", MAGIC, 999, 1, 10, 0) + bytes(10), "version 999"),
+        (struct.pack("!4sHHII", MAGIC, 1, 1, 2**32 - 1, 0), "over the limit"),
+        (struct.pack("!4sHHII", MAGIC, 1, 3, 10, 0), "HELLO"),
+        (struct.pack("!4sHHII", MAGIC, 1, 1, 10, 0) + bytes(10), "checksum"),
+        (encode(Item.HELLO, Hello(WorkerId("w" * 300), Incarnation(1), RECEIVER_INCARNATION, True)), "length"),
+        (encode(Item.HELLO, Hello(WorkerId("w"), Incarnation(1), Incarnation(404), True)), "incarnation"),
+        (encode(Item.HELLO, Hello(WorkerId("w"), Incarnation(1), RECEIVER_INCARNATION, False)), "checksums"),
+    ],
+)
+def test_a_bad_hello_is_refused_with_a_reason_and_disturbs_nobody(tcp: TcpRig, sent: bytes, reason: str) -> None:
+    tcp.receiver.grant(PREFILL, KEY, BIG)
+    assert_still_serves(tcp, 0)
+    with dialled(tcp.receiver) as sock:
+        sock.sendall(sent)
+        refusal = read_welcome(sock).refusal
+        assert refusal is not None
+        assert reason in refusal
+        assert is_closed_by_peer(sock)
+    assert_still_serves(tcp, 1)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        struct.pack("!4sHHII", MAGIC, 1, 3, 2**32 - 1, 0),
+        struct.pack("!4sHHII", MAGIC, 1, 3, MAX_HEADER_BYTES + 1, 0),
+        os.urandom(64),
+        encode(Item.FRAME, FrameHeader(b"k" * 300, 0, b"", (), 0)),
+        encode(Item.FRAME, FrameHeader(KEY, 0, b"", (Segment(0, 2**60),), 2**60)),
+        encode(Item.FRAME, FrameHeader(KEY, 0, b"", (Segment(0, 5),), 2**60)),
+    ],
+    ids=["4 GiB header", "long header", "noise", "long key", "absurd payload", "absurd unequal payload"],
+)
+def test_a_bad_frame_closes_its_connection_only(tcp: TcpRig, sent: bytes) -> None:
+    tcp.receiver.grant(PREFILL, KEY, BIG)
+    with dialled(tcp.receiver) as sock:
+        sock.sendall(encode(Item.HELLO, HELLO))
+        assert read_welcome(sock).refusal is None
+        assert_still_serves(tcp, 0)
+        sock.sendall(sent)
+        assert is_closed_by_peer(sock)
+    assert_still_serves(tcp, 1)
+
+
+def test_a_stranger_who_says_nothing_is_closed_in_time() -> None:
+    log = EventLog()
+    receiver = TcpReceiver(BytesMemory(10), RECEIVER_INCARNATION, log.post, hello_timeout_s=0.1)
+    with dialled(receiver) as sock:
+        assert is_closed_by_peer(sock)
+    receiver.close()
+
+
+def test_connections_are_counted_and_limited() -> None:
+    receiver = TcpReceiver(BytesMemory(10), RECEIVER_INCARNATION, EventLog().post, max_connections=3)
+    with ExitStack() as stack:
+        for index in range(3):
+            sock = stack.enter_context(dialled(receiver))
+            sock.sendall(encode(Item.HELLO, Hello(WorkerId(f"w{index}"), Incarnation(1), RECEIVER_INCARNATION, True)))
+            assert read_welcome(sock).refusal is None
+        fourth = stack.enter_context(dialled(receiver))
+        assert is_closed_by_peer(fourth)
+        receiver.check_invariants()
+    receiver.close()
+
+
+def test_a_damaged_header_lands_nothing_and_ends_the_connection(tcp: TcpRig) -> None:
+    tcp.receiver.grant(PREFILL, KEY, WHOLE)
+    assert_still_serves(tcp, 0)
+    before = tcp.target.read(WHOLE)
+    tcp.relay.flip_ahead(PREFIX_BYTES + 20)
+    tcp.sender.write(write_of(KEY, 1, BIG, (Segment(512 << 10, 256 << 10),)))
+    assert tcp.sent.wait(WriteFinished, 2)[1].failure is not None
+    tcp.sent.wait(ConnectionLost)
+    assert tcp.target.read(WHOLE) == before
+    tcp.sender.write(write_of(KEY, 2, BIG, BIG))  # connects again by itself
+    assert tcp.sent.wait(WriteFinished, 3)[2].failure is None
+
+
+def test_revoke_shuts_the_connection_of_a_frame_that_never_ends(tcp: TcpRig) -> None:
+    tcp.receiver.grant(PREFILL, KEY, BIG)
+    tcp.hold_next()
+    tcp.sender.write(write_of(KEY, 0, BIG, BIG))
+    tcp.wait_held()
+    started_s = time.monotonic()
+    tcp.receiver.revoke(KEY)
+    assert tcp.landed.of(GrantFenced) == []
+    assert tcp.landed.wait(GrantFenced) == [GrantFenced(KEY)]
+    assert FENCE_S <= time.monotonic() - started_s < FENCE_S + 2.0
+    before = tcp.target.read(BIG)
+    tcp.release()
+    assert tcp.sent.wait(WriteFinished)[0].failure is not None
+    tcp.sent.wait(ConnectionLost)
+    assert tcp.target.read(BIG) == before
+    assert tcp.landed.of(WriteLanded) == []
+
+
+def test_cancel_shuts_the_connection_of_a_frame_that_nobody_takes() -> None:
+    with silent_peer() as peer:
+        log = EventLog()
+        memory = BytesMemory(32 << 20)  # more than the sockets hold
+        sender = TcpSender(PREFILL, SENDER_INCARNATION, memory, log.post, TcpSenderConfig(fence_timeout_s=FENCE_S))
+        sender.connect(DECODE, peer.endpoint, RECEIVER_INCARNATION)
+        sender.write(write_of(KEY, 0, (Segment(0, 32 << 20),), (Segment(0, 32 << 20),)))
+        sender.write(write_of(KEY, 1, BIG, BIG))
+        sender.write(write_of(b"other", 0, BIG, BIG))
+        assert peer.saw_frame.wait(DEADLINE_S)
+        sender.check_invariants()
+        sender.cancel(DECODE, KEY)
+        sender.cancel(DECODE, KEY)
+        assert [event.number for event in log.of(WriteFinished)] == [1]
+        assert log.of(WritesStopped) == []
+        log.wait(WritesStopped)
+        assert len(log.wait(WriteFinished, 3)) == 3
+        log.wait(ConnectionLost)
+        assert log.of(WritesStopped) == [WritesStopped(DECODE, KEY)]
+        sender.check_invariants()
+        sender.close()
+
+
+def test_close_does_not_wait_for_a_peer_that_has_stopped() -> None:
+    with silent_peer() as peer:
+        log = EventLog()
+        sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(32 << 20), log.post)
+        sender.connect(DECODE, peer.endpoint, RECEIVER_INCARNATION)
+        sender.write(write_of(KEY, 0, (Segment(0, 32 << 20),), (Segment(0, 32 << 20),)))
+        assert peer.saw_frame.wait(DEADLINE_S)
+        started_s = time.monotonic()
+        sender.close()
+        assert time.monotonic() - started_s < 1.0
+        assert log.of(WriteFinished) == [WriteFinished(DECODE, KEY, 0, "the sender was closed")]
+
+
+@pytest.mark.parametrize("num_bytes", [100, 32 << 20])
+def test_a_peer_that_answers_nothing_is_lost_after_the_stall_timeout(num_bytes: int) -> None:
+    with silent_peer() as peer:
+        log = EventLog()
+        config = TcpSenderConfig(stall_timeout_s=0.2)
+        sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(num_bytes), log.post, config)
+        sender.connect(DECODE, peer.endpoint, RECEIVER_INCARNATION)
+        run = (Segment(0, num_bytes),)
+        sender.write(write_of(KEY, 0, run, run))
+        assert log.wait(ConnectionLost)[0].peer == DECODE
+        assert isinstance(log.events[0], WriteFinished)
+        sender.close()
+
+
+def test_an_idle_connection_outlives_the_stall_timeout() -> None:
+    landed, sent = EventLog(), EventLog()
+    receiver = TcpReceiver(BytesMemory(100), RECEIVER_INCARNATION, landed.post, stall_timeout_s=0.05)
+    sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(100), sent.post, TcpSenderConfig(stall_timeout_s=0.05))
+    sender.connect(DECODE, receiver.endpoint, RECEIVER_INCARNATION)
+    receiver.grant(PREFILL, KEY, (Segment(0, 100),))
+    run = (Segment(0, 100),)
+    sender.write(write_of(KEY, 0, run, run))
+    sent.wait(WriteFinished)
+    lost = threading.Event()
+    sent.on_event = lambda event: lost.set() if isinstance(event, ConnectionLost) else None
+    assert not lost.wait(0.3)  # several timeouts long
+    sender.write(write_of(KEY, 1, run, run))
+    assert sent.wait(WriteFinished, 2)[1].failure is None
+    sender.close()
+    receiver.close()
+
+
+def test_a_frame_that_stops_half_way_is_given_up_by_the_receiver() -> None:
+    landed = EventLog()
+    receiver = TcpReceiver(BytesMemory(1000), RECEIVER_INCARNATION, landed.post, stall_timeout_s=0.1)
+    receiver.grant(WorkerId("raw"), KEY, (Segment(0, 1000),))
+    with dialled(receiver) as sock:
+        sock.sendall(encode(Item.HELLO, HELLO))
+        assert read_welcome(sock).refusal is None
+        sock.sendall(encode(Item.FRAME, FrameHeader(KEY, 0, b"", (Segment(0, 1000),), 1000)) + bytes(500))
+        assert is_closed_by_peer(sock)
+    receiver.revoke(KEY)
+    assert landed.wait(GrantFenced) == [GrantFenced(KEY)]
+    assert landed.of(WriteLanded) == []
+    receiver.close()
+
+
+def test_a_new_connection_of_the_same_sender_ends_the_old_one_first(tcp: TcpRig) -> None:
+    tcp.receiver.grant(WorkerId("raw"), KEY, (Segment(0, 1000),))
+    header = FrameHeader(KEY, 0, b"", (Segment(0, 1000),), 1000)
+    head = encode(Item.FRAME, header)
+    with dialled(tcp.receiver) as old, dialled(tcp.receiver) as new:
+        old.sendall(encode(Item.HELLO, HELLO))
+        assert read_welcome(old).refusal is None
+        old.sendall(head + b"o" * 500)
+        new.sendall(encode(Item.HELLO, HELLO))
+        assert read_welcome(new).refusal is None
+        assert is_closed_by_peer(old)
+        checksum = _crc(b"n" * 1000, head)
+        new.sendall(head + b"n" * 1000 + encode_trailer(checksum))
+        assert tcp.landed.wait(WriteLanded)[0].failure is None
+        assert tcp.target.read((Segment(0, 1000),)) == b"n" * 1000
+        tcp.check_invariants()
+
+
+def test_a_sender_killed_inside_a_frame_leaves_the_receiver_well(tcp: TcpRig) -> None:
+    script = (
+        "import sys, time\n"
+        "from disagg.transport.tcp_sender import TcpSender\n"
+        "from disagg.transport.api import Write\n"
+        "from disagg.core.endpoints import Endpoint, TransportKind\n"
+        "from disagg.kvcache.memory import Segment\n"
+        "from disagg.testing.memory import BytesMemory\n"
+        f"sender = TcpSender('doomed', 3, BytesMemory({ARENA_BYTES}), print)\n"
+        f"sender.connect('decode-0', Endpoint(TransportKind.TCP, {tcp.relay.address!r}), {RECEIVER_INCARNATION})\n"
+        f"run = (Segment(0, {ARENA_BYTES}),)\n"
+        f"sender.write(Write('decode-0', {KEY!r}, 0, b'', run, run))\n"
+        "time.sleep(60)\n"
+    )
+    tcp.receiver.grant(WorkerId("doomed"), KEY, WHOLE)
+    tcp.hold_next()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen([sys.executable, "-c", script], env=environment)
+    try:
+        tcp.wait_held()
+        child.send_signal(signal.SIGKILL)
+    finally:
+        child.kill()
+        child.wait(DEADLINE_S)
+    tcp.release()
+    tcp.receiver.revoke(KEY)
+    assert tcp.landed.wait(GrantFenced) == [GrantFenced(KEY)]
+    assert tcp.landed.of(WriteLanded) == []
+    tcp.receiver.grant(PREFILL, b"next", BIG)
+    tcp.sender.write(write_of(b"next", 0, BIG, BIG))
+    assert tcp.sent.wait(WriteFinished)[0].failure is None
+
+
+def test_memory_that_fails_ends_one_connection_and_not_the_receiver(caplog: pytest.LogCaptureFixture) -> None:
+    class Boastful(BytesMemory):
+        @property
+        def num_bytes(self) -> int:
+            return 2000  # more than it has: its landings fail above
+
+    sent, landed = EventLog(), EventLog()
+    memory = Boastful(1000)
+    receiver = TcpReceiver(memory, RECEIVER_INCARNATION, landed.post)
+    sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(2000), sent.post)
+    sender.connect(DECODE, receiver.endpoint, RECEIVER_INCARNATION)
+    receiver.grant(PREFILL, KEY, (Segment(0, 2000),))
+    with caplog.at_level(logging.CRITICAL):
+        sender.write(write_of(KEY, 0, (Segment(0, 2000),), (Segment(0, 2000),)))
+        assert sent.wait(WriteFinished)[0].failure is not None
+    sender.write(write_of(KEY, 0, (Segment(0, 1000),), (Segment(0, 1000),)))
+    assert sent.wait(WriteFinished, 2)[1].failure is None
+    receiver.revoke(KEY)
+    assert landed.wait(GrantFenced) == [GrantFenced(KEY)]
+    sender.close()
+    receiver.close()
+
+
+def test_a_header_over_its_bound_fails_its_write_only(tcp: TcpRig) -> None:
+    tcp.receiver.grant(PREFILL, KEY, BIG)
+    tcp.sender.write(write_of(KEY, 0, BIG, BIG, tag=bytes(MAX_HEADER_BYTES)))
+    failure = tcp.sent.wait(WriteFinished)[0].failure
+    assert failure is not None
+    assert "over the limit" in failure
+    tcp.sender.write(write_of(KEY, 1, BIG, BIG))
+    assert tcp.sent.wait(WriteFinished, 2)[1].failure is None
+    assert tcp.sent.of(ConnectionLost) == []
+
+
+def test_endpoints_of_another_kind_are_refused(tcp: TcpRig) -> None:
+    for endpoint in (Endpoint(TransportKind.IN_PROCESS, "x"), Endpoint(TransportKind.TCP, "no port")):
+        with pytest.raises(InternalFault, match="endpoint"):
+            tcp.sender.connect(DECODE, endpoint, RECEIVER_INCARNATION)
+
+
+def test_ipv6_loopback_works_where_there_is_one() -> None:
+    try:
+        receiver = TcpReceiver(BytesMemory(10), RECEIVER_INCARNATION, EventLog().post, host="::1")
+    except OSError:
+        pytest.skip("no IPv6 loopback here")
+    log = EventLog()
+    sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(10), log.post)
+    sender.connect(DECODE, receiver.endpoint, RECEIVER_INCARNATION)
+    receiver.grant(PREFILL, KEY, (Segment(0, 10),))
+    sender.write(write_of(KEY, 0, (Segment(0, 10),), (Segment(0, 10),)))
+    assert log.wait(WriteFinished)[0].failure is None
+    sender.close()
+    receiver.close()
+
+
+class SilentPeer:
+    """Welcomes one sender, then neither reads nor answers, as a stopped process does. Later ones get no welcome."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._taken: list[socket.socket] = []
+        self.saw_frame = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        host, port = self._listener.getsockname()
+        self.endpoint = Endpoint(TransportKind.TCP, f"{host}:{port}")
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for sock in self._taken:
+            sock.close()
+        self._thread.join(DEADLINE_S)
+        self._listener.close()
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            self._taken.append(sock)
+            if len(self._taken) == 1:
+                prefix = decode_prefix(read_exactly(sock, PREFIX_BYTES), Item.HELLO)
+                read_exactly(sock, prefix.num_bytes)
+                sock.sendall(encode(Item.WELCOME, Welcome(None)))
+                sock.recv(1, socket.MSG_PEEK)
+                self.saw_frame.set()
+
+
+@contextmanager
+def silent_peer() -> Iterator[SilentPeer]:
+    peer = SilentPeer()
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def _crc(payload: bytes, head: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(head[PREFIX_BYTES:]))
