@@ -63,11 +63,11 @@ class LiveDisplay:
         self._live.start()
 
     def note(self, line: str) -> None:
-        # Text, not str: square brackets in a process's words are no markup.
-        self._console.print(Text(line))
+        # Text, not str: square brackets in a process's words are no markup. Not wrapped: commands must paste well.
+        self._console.print(Text(line), soft_wrap=True)
 
     def child_line(self, name: str, line: str) -> None:
-        self._console.print(Text.assemble((f"[{name}] ", "dim"), line))
+        self._console.print(Text.assemble((f"[{name}] ", "dim"), line), soft_wrap=True)
 
     def show(self, lines: Mapping[str, str], now_s: float) -> None:
         self._live.update(Text("\n".join(lines.values()), no_wrap=True, overflow="ellipsis"), refresh=True)

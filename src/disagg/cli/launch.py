@@ -10,23 +10,23 @@ from disagg.worker.config import WorkerConfig
 
 def run_worker(config: WorkerConfig) -> int:
     """Blocking; the exit code."""
-    from disagg.worker import process
+    from disagg.worker.process import run_worker as run
 
-    return process.run_worker(config)
+    return run(config)
 
 
 def run_router(config: RouterConfig) -> int:
     """Blocking; the exit code."""
-    from disagg.router import process
+    from disagg.router.process import run_router as run
 
-    return process.run_router(config)
+    return run(config)
 
 
 def run_serve(plan: LocalPlan, *, start_timeout_s: float, stop_timeout_s: float) -> int:
     """Blocking; the exit code."""
-    from disagg.cli import serve
+    from disagg.cli.serve import run_serve as run
 
-    return serve.run_serve(plan, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s)
+    return run(plan, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s)
 
 
 def find_model(name_or_path: str, report: Callable[[str], None]) -> Path:

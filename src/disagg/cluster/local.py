@@ -177,7 +177,10 @@ class LocalCluster:
 
 def _start_failure(event: ProcessExited) -> DisaggError:
     # The child's own one-line error says it best.
-    words = event.last_line.removeprefix("disagg: ") or f"ended with {describe_returncode(event.returncode)}"
+    words = (
+        event.last_line.removeprefix("disagg: ").removeprefix("error: ")
+        or f"ended with {describe_returncode(event.returncode)}"
+    )
     kind = ConfigurationError if event.returncode == CONFIGURATION_EXIT_CODE else InternalFault
     return kind(f"{event.name}: {words}")
 

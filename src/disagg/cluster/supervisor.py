@@ -43,7 +43,9 @@ class ProcessExited(msgspec.Struct, frozen=True):
 
     def describe(self) -> str:
         """One plain line."""
-        why = f": {self.last_line}" if self.last_line else ""
+        # Who is killed from outside has not said why.
+        was_killed = self.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+        why = f": {self.last_line}" if self.last_line and not was_killed else ""
         return f"{self.name} ended ({describe_returncode(self.returncode)}){why}; {self.decision.reason}"
 
 

@@ -348,7 +348,9 @@ class Dispatcher:
             return
         self._fail(request_id, opened, error_of(message.failure))
 
-    def _tell(self, worker_id: WorkerId, message: AnswerRegistration | AnnouncePeers | StartSequence | AbortSequence) -> None:
+    def _tell(
+        self, worker_id: WorkerId, message: AnswerRegistration | AnnouncePeers | StartSequence | AbortSequence
+    ) -> None:
         self._actions.append(SendToWorker(worker_id, message))
 
     def _take_actions(self) -> list[DispatchAction]:

@@ -1,11 +1,12 @@
 """The KV arena: one tensor [layer, K/V, block, token, kv head, head dim] and its bytes, as a transport sees them.
 
-    offset of a token = ((layer * 2 + kv) * num_blocks + block) * block_bytes + token * token_bytes
+offset of a token = ((layer * 2 + kv) * num_blocks + block) * block_bytes + token * token_bytes
 """
 
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ def max_blocks_for(layout: KvLayout, num_bytes: int) -> int:
     per_block = layout.arena_bytes(1)
     if num_bytes < per_block:
         raise ConfigurationError(
-            f"a KV arena of {num_bytes} bytes holds no block of {layout.block_size} tokens ({per_block} bytes); raise it"
+            f"a KV arena of {num_bytes} bytes holds no block; one of {layout.block_size} tokens takes {per_block} bytes"
         )
     return num_bytes // per_block
 
@@ -38,9 +39,7 @@ class KvArena:
     buffers: gather copies them out, commit() copies them in.
     """
 
-    def __init__(
-        self, layout: KvLayout, num_blocks: int, device: str = "cpu", is_staged: bool | None = None
-    ) -> None:
+    def __init__(self, layout: KvLayout, num_blocks: int, device: str = "cpu", is_staged: bool | None = None) -> None:
         if num_blocks < 1:
             raise ConfigurationError(f"num_blocks={num_blocks}: a KV arena needs at least 1 block")
         self.layout = layout
@@ -54,7 +53,7 @@ class KvArena:
             self._bytes = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         shape = (layout.num_layers, 2, num_blocks, layout.block_size, layout.num_kv_heads, layout.head_dim)
         self.tensor = self._bytes.view(TORCH_DTYPES[layout.dtype]).view(shape)
-        self._view = None if self.is_staged else memoryview(self._bytes.numpy())
+        self._view = None if self.is_staged else _bytes_of(self._bytes)
         by_slot = self.tensor.view(layout.num_layers, 2, self.num_slots, layout.num_kv_heads, layout.head_dim)
         self._by_slot = [(layer[KEYS], layer[VALUES]) for layer in by_slot]
         self._by_row = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._by_slot]
@@ -69,7 +68,7 @@ class KvArena:
         return self._bytes.numel()
 
     def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write keys and values [M, num_kv_heads, head_dim] of one layer into slots [M] (block * block_size + token)."""
+        """Write keys and values [M, num_kv_heads, head_dim] into slots [M]; slot = block * block_size + token."""
         key_slots, value_slots = self._by_slot[layer]
         key_slots.index_copy_(0, slots, keys.to(key_slots.dtype))
         value_slots.index_copy_(0, slots, values.to(value_slots.dtype))
@@ -86,7 +85,7 @@ class KvArena:
         views = self._host_buffers(segments)
         for (offset, length), host in zip(segments, views, strict=True):
             host.copy_(self._bytes[offset : offset + length])
-        return [memoryview(host.numpy()) for host in views]
+        return [_bytes_of(host) for host in views]
 
     def landing(self, segments: Sequence[Segment]) -> Landing:
         """Where bytes for these segments go. Raises InternalFault past the end."""
@@ -100,7 +99,7 @@ class KvArena:
     def _host_buffers(self, segments: Sequence[Segment]) -> list[Tensor]:
         total = sum(length for _, length in segments)
         host = torch.empty(total, dtype=torch.uint8, pin_memory=self._bytes.is_cuda)
-        return list(host.split([length for _, length in segments]))
+        return list(torch.split(host, [length for _, length in segments]))
 
     def _check(self, segments: Sequence[Segment]) -> None:
         for offset, length in segments:
@@ -115,6 +114,12 @@ class KvArena:
             raise InternalFault("the KV arena's tensor is not a view of its bytes")
         if self.tensor.stride(2) * self.tensor.element_size() != self.layout.block_bytes:
             raise InternalFault(f"a block of the KV arena is not {self.layout.block_bytes} bytes long")
+
+
+def _bytes_of(host: Tensor) -> memoryview:
+    """The tensor's own bytes, writable. host [n] is uint8 in host memory."""
+    array: npt.NDArray[np.uint8] = host.numpy()
+    return array.data
 
 
 class DirectLanding:
@@ -140,7 +145,7 @@ class StagedLanding:
 
     @property
     def buffers(self) -> list[memoryview]:
-        return [memoryview(host.numpy()) for host in self._hosts]
+        return [_bytes_of(host) for host in self._hosts]
 
     def commit(self) -> None:
         for host, target in zip(self._hosts, self._targets, strict=True):

@@ -6,11 +6,11 @@ Keys are taken in tiles of TILE tokens at fixed positions of the sequence:
     p = softmax         masked places are exact zeros, so further masked tiles add nothing
     out = sum_t p_t V_t one product of TILE tokens per tile, added in order of position
 
-so a row sees the same sums whether it is decoded alone, in a batch padded to a longer neighbour, or prefilled in a chunk.
-Single tokens are batched over sequences of similar length; a chunk is cut into blocks of rows that end near their keys.
+so a row sees the same sums whether it is decoded alone, beside a longer neighbour, or prefilled in a chunk. Single
+tokens are batched over sequences of similar length; a chunk is cut into blocks of rows, which skip later tiles.
 
-A place past a sequence's end is never read: its row of the gather points at the sequence's own first token. So what lies
-in unwritten or foreign blocks (even NaN) cannot reach a result.
+A place past a sequence's end is never read: its row of the gather points at the sequence's own first token. So what
+lies in unwritten or foreign blocks (even NaN) cannot reach a result.
 """
 
 from collections.abc import Sequence
@@ -115,7 +115,8 @@ class TiledAttention:
         heads = self._num_kv_heads * self._group
         step = max(16, min(MAX_BLOCK_ROWS, MAX_SCORES // (heads * width)))
         blocks = tuple(
-            self._row_block(span, first, min(step, span.num_tokens - first)) for first in range(0, span.num_tokens, step)
+            self._row_block(span, first, min(step, span.num_tokens - first))
+            for first in range(0, span.num_tokens, step)
         )
         return AttentionGroup(1, width, self._gather_index([span], width), blocks)
 
@@ -156,7 +157,7 @@ class TiledAttention:
         return out.flatten(1)
 
     def _block(self, queries: Tensor, keys: Tensor, values: Tensor, block: RowBlock) -> Tensor:
-        """One block of rows, [B * R, heads, head_dim] -> the same shape. Heads of one KV head become rows of one product."""
+        """One block of rows, [B * R, heads, head_dim] -> same. Heads that share a KV head are rows of one product."""
         kv_heads, group, head_dim, rows = self._num_kv_heads, self._group, self._head_dim, block.num_rows
         split = queries.view(-1, rows, kv_heads, group, head_dim).transpose(1, 2)
         stacked = split.reshape(-1, rows * group, head_dim)

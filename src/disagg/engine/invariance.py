@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 MKL_MODE_VARIABLE = "MKL_CBWR"
 MKL_STRICT_MODE = "AUTO,STRICT"
@@ -50,13 +50,13 @@ class RowRule(NamedTuple):
         num_rows = x.shape[0]
         if num_rows <= self.max_rows:
             return self._padded(multiply, x)
-        return torch.cat([self._padded(multiply, part) for part in x.split(self.max_rows)])
+        return torch.cat([self._padded(multiply, part) for part in torch.split(x, self.max_rows)])
 
     def _padded(self, multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         num_rows = x.shape[0]
         if num_rows >= self.min_rows:
             return multiply(x)
-        return multiply(F.pad(x, (0, 0, 0, self.min_rows - num_rows)))[:num_rows]
+        return multiply(functional.pad(x, (0, 0, 0, self.min_rows - num_rows)))[:num_rows]
 
 
 # Cheapest first. The last one makes every product the same shape.
@@ -64,7 +64,7 @@ ROW_RULES = (RowRule(1), RowRule(2), RowRule(4), RowRule(8), RowRule(16), RowRul
 
 
 def find_row_rule(multiply: Callable[[Tensor], Tensor], num_inputs: int, num_outputs: int) -> RowRule | None:
-    """The cheapest rule under which rows of multiply: [M, num_inputs] -> [M, num_outputs] are independent here, if any."""
+    """The cheapest rule that keeps rows of multiply, [M, num_inputs] -> [M, num_outputs], independent here, if any."""
     budget = int(PROBE_FLOPS / (2 * num_inputs * num_outputs))
     sizes = [rows for rows in PROBE_ROWS if 3 * rows <= max(budget, 3 * 24)]
     generator = torch.Generator().manual_seed(num_inputs)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from disagg.core.errors import ConfigurationError
 from disagg.engine.invariance import NO_LIMIT, RowRule, find_row_rule
@@ -30,14 +30,14 @@ class Linear(Protocol):
 class Float32Linear:
     """Weights [num_outputs, num_inputs] as float32, bias [num_outputs] or None.
 
-    On a CPU, oneDNN with weights packed once: at few rows it reads them nearly twice as fast as MKL, which packs them at
-    every call, and it sums rows alike from two rows on. Where it is missing or fails the check, torch's own product.
+    On a CPU, oneDNN with weights packed once: at few rows it reads them nearly twice as fast as MKL, which packs them
+    at every call, and from two rows on it sums rows alike. Where it is missing or fails the check, torch's own product.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, rule: RowRule | None = None) -> None:
         self._shape = (weight.shape[0], weight.shape[1])
         self._bias = bias
-        self._is_packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._is_packed = weight.device.type == "cpu" and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._is_packed else weight.contiguous()
         if rule is None:
             rule = RowRule(1) if weight.is_cuda else self._find_rule(weight)
@@ -72,7 +72,7 @@ class Float32Linear:
         if self._is_packed:
             packed: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return packed
-        return F.linear(x, self._weight, self._bias)
+        return functional.linear(x, self._weight, self._bias)
 
 
 LinearFactory = Callable[[Tensor, Tensor | None, RowRule | None], Linear]

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from disagg.engine.arena import KvArena
 from disagg.engine.attention import AttentionBackend, AttentionPlan
@@ -109,33 +110,31 @@ class Llama:
         """Vocabulary scores [S, vocab_size] of the sampled rows; keys and values of all rows are stored."""
         eps = self._config.rms_norm_eps
         cos, sin = self._cos[step.positions, None], self._sin[step.positions, None]
-        x = F.embedding(step.tokens, self._embedding)
+        x = functional.embedding(step.tokens, self._embedding)
         for index, layer in enumerate(self._layers):
-            normed = F.rms_norm(x, x.shape[-1:], layer.attention_norm, eps)
+            normed = functional.rms_norm(x, x.shape[-1:], layer.attention_norm, eps)
             queries, keys, values = self._project(layer, normed, cos, sin)
             self._arena.store(index, step.slots, keys, values)
             if layer_done is not None:
                 layer_done(index)
             x = x + layer.output(self._attention.attend(index, queries, step.attention))
-            normed = F.rms_norm(x, x.shape[-1:], layer.mlp_norm, eps)
+            normed = functional.rms_norm(x, x.shape[-1:], layer.mlp_norm, eps)
             x = x + layer.down(gated(layer.gate_up(normed)))
         sampled = x.index_select(0, step.sampled)
-        return self._head(F.rms_norm(sampled, sampled.shape[-1:], self._norm, eps))
+        return self._head(functional.rms_norm(sampled, sampled.shape[-1:], self._norm, eps))
 
     def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [M, num_heads, head_dim], rotated keys and values [M, num_kv_heads, head_dim]."""
         c = self._config
         heads = layer.qkv(x).view(len(x), -1, c.head_dim)
-        queries, keys = rotate(heads[:, : c.num_heads + c.num_kv_heads], cos, sin).split(
-            [c.num_heads, c.num_kv_heads], dim=1
-        )
-        return queries, keys, heads[:, -c.num_kv_heads :]
+        rotated = rotate(heads[:, : c.num_heads + c.num_kv_heads], cos, sin)
+        return rotated[:, : c.num_heads], rotated[:, c.num_heads :], heads[:, -c.num_kv_heads :]
 
 
 def gated(x: Tensor) -> Tensor:
     """silu(gate) * up for x = [gate | up], [M, 2 * I] -> [M, I].
 
-    Written out because F.silu rounds an element differently at the end of a thread's share, which depends on M.
+    Written out because torch's silu rounds an element differently at the end of a thread's share, which depends on M.
     """
     gate, up = x.chunk(2, dim=-1)
     denominator = gate.neg().exp_().add_(1.0)
@@ -158,9 +157,10 @@ def rotary_tables(config: ModelConfig, device: torch.device) -> tuple[Tensor, Te
     the number of torch threads cannot change a bit.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = (1.0 / np.float64(config.rope_theta) ** exponents.astype(np.float64)).astype(np.float32)
+    frequencies: npt.NDArray[np.float32] = np.power(config.rope_theta, -exponents.astype(np.float64)).astype(np.float32)
     if config.rope_factors:
         frequencies = frequencies / np.array(config.rope_factors, np.float32)
     angles = np.outer(np.arange(config.max_context, dtype=np.float32), frequencies).astype(np.float64)
-    tables = [np.concatenate([function(angles)] * 2, axis=1).astype(np.float32) for function in (np.cos, np.sin)]
-    return torch.from_numpy(tables[0]).to(device), torch.from_numpy(tables[1]).to(device)
+    twice = np.concatenate([angles, angles], axis=1)
+    cos, sin = np.cos(twice).astype(np.float32), np.sin(twice).astype(np.float32)
+    return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)

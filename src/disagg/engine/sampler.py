@@ -1,8 +1,8 @@
 """Choosing the next token from vocabulary scores.
 
 Sampling is the Gumbel-max trick: argmax over the kept tokens of score / temperature + noise, where the noise of a token
-is a pure function of (seed, choice, output position, token id). No generator has state, so a sequence can go on elsewhere
-and its neighbours in the batch do not matter. The hash is splitmix64 (Steele, Lea, Flood, 2014).
+is a pure function of (seed, choice, output position, token id). No generator has state, so a sequence can go on
+elsewhere and its neighbours in the batch do not matter. The hash is splitmix64 (Steele, Lea, Flood, 2014).
 """
 
 from collections.abc import Sequence

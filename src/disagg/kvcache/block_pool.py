@@ -1,10 +1,10 @@
 """Every block of one arena is in exactly one state, and the states sum to the total.
 
-    free -> held | reserved
-    reserved -> held | quarantined | free
-    held (refcount >= 1) -> free | cached
-    cached (refcount 0, in the prefix index) -> held | free
-    quarantined -> free
+free -> held | reserved
+reserved -> held | quarantined | free
+held (refcount >= 1) -> free | cached
+cached (refcount 0, in the prefix index) -> held | free
+quarantined -> free
 """
 
 import enum
@@ -46,6 +46,13 @@ class BlockPool:
 
     def refcount(self, block: BlockId) -> int:
         return self._refcounts[block]
+
+    def refcounts(self) -> list[int]:
+        """By block."""
+        return list(self._refcounts)
+
+    def blocks_in(self, state: BlockState) -> set[BlockId]:
+        return {BlockId(block) for block, each in enumerate(self._states) if each is state}
 
     def try_take(self, num_blocks: int) -> list[BlockId] | None:
         """Free blocks become held once each; None when there are too few."""
@@ -102,12 +109,10 @@ class BlockPool:
             self._set_free(block, BlockState.QUARANTINED)
 
     def check_invariants(self) -> None:
-        recount = dict.fromkeys(BlockState, 0)
-        for block, state in enumerate(self._states):
-            recount[state] += 1
-            held = state is BlockState.HELD
-            if held != (self._refcounts[block] > 0):
-                raise InternalFault(f"block {block} is {state} with refcount {self._refcounts[block]}")
+        recount = {state: self._states.count(state) for state in BlockState}
+        for block, refcount in enumerate(self._refcounts):
+            if (refcount > 0) != (self._states[block] is BlockState.HELD):
+                raise InternalFault(f"block {block} is {self._states[block]} with refcount {refcount}")
         if recount != self._counts or sum(recount.values()) != self.num_blocks:
             raise InternalFault(f"block states {recount} differ from the counts {self._counts}")
         if sorted(self._free) != [b for b, state in enumerate(self._states) if state is BlockState.FREE]:

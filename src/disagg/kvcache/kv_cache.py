@@ -62,9 +62,7 @@ class KvCache:
         """Hold the longest cached prefix (at most max_cached tokens) and take blocks for num_tokens in all."""
         return self._try(hashes, max_cached, num_reserved_tokens=0, num_tokens=num_tokens)
 
-    def try_reserve(
-        self, hashes: Sequence[BlockHash], num_prompt_tokens: int, num_tokens: int
-    ) -> Allocation | None:
+    def try_reserve(self, hashes: Sequence[BlockHash], num_prompt_tokens: int, num_tokens: int) -> Allocation | None:
         """Hold the longest cached prefix, reserve the rest of the prompt for a peer, take blocks for the answer."""
         return self._try(hashes, num_prompt_tokens, num_reserved_tokens=num_prompt_tokens, num_tokens=num_tokens)
 
@@ -102,12 +100,11 @@ class KvCache:
     def check_invariants(self) -> None:
         self.pool.check_invariants()
         self._index.check_invariants()
-        for block in map(BlockId, range(self.pool.num_blocks)):
-            state = self.pool.state(block)
-            if state is BlockState.CACHED and block not in self._index:
-                raise InternalFault(f"block {block} is cached but not indexed")
-            if block in self._index and state not in (BlockState.CACHED, BlockState.HELD):
-                raise InternalFault(f"block {block} is indexed but {state}")
+        indexed, cached = self._index.blocks(), self.pool.blocks_in(BlockState.CACHED)
+        if not cached <= indexed:
+            raise InternalFault(f"blocks {cached - indexed} are cached but not indexed")
+        if not indexed <= cached | self.pool.blocks_in(BlockState.HELD):
+            raise InternalFault(f"of the indexed blocks {indexed} some are neither cached nor held")
 
     def _match(self, hashes: Sequence[BlockHash], max_tokens: int) -> list[BlockId]:
         return self._index.match(hashes[: max_tokens // self.block_size])

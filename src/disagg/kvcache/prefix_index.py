@@ -29,6 +29,10 @@ class PrefixIndex:
     def __contains__(self, block: BlockId) -> bool:
         return block in self._hashes
 
+    def blocks(self) -> set[BlockId]:
+        """All indexed blocks."""
+        return set(self._hashes)
+
     def match(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """Blocks of the longest indexed prefix of the chain."""
         blocks: list[BlockId] = []

@@ -14,7 +14,9 @@ class SpanLedger:
         self._ranges: list[list[tuple[int, int]]] = [[] for _ in range(wanted.num_layers)]
 
     def add(self, span: Span) -> None:
-        for layer in range(max(span.layer_start, self.wanted.layer_start), min(span.layer_stop, self.wanted.layer_stop)):
+        for layer in range(
+            max(span.layer_start, self.wanted.layer_start), min(span.layer_stop, self.wanted.layer_stop)
+        ):
             self._ranges[layer - self.wanted.layer_start] = _merged(
                 self._ranges[layer - self.wanted.layer_start], span.token_start, span.token_stop
             )

@@ -92,7 +92,9 @@ def read_config(path: Path) -> ModelConfig:
     Raises ModelLoadError, with one plain line, for anything else.
     """
     if not path.exists():
-        raise ModelLoadError(f"no model at {path}; give a directory with config.json and *.safetensors, or a .gguf file")
+        raise ModelLoadError(
+            f"no model at {path}; give a directory with config.json and *.safetensors, or a .gguf file"
+        )
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelLoadError(f"{path} has no config.json; give a Hugging Face model directory or a .gguf file")
@@ -160,7 +162,7 @@ def _refuse_unsupported(raw: _HfConfig, architecture: str, path: Path) -> None:
 
 
 def _rope_factors(scaling: _RopeScaling, head_dim: int, theta: float, path: Path) -> tuple[float, ...]:
-    """Divisors of the rotary frequencies. Llama 3.1's rule: long waves are stretched, short ones kept, blended between."""
+    """Divisors of the rotary frequencies. Llama 3.1's rule: long waves are stretched, short ones kept."""
     if scaling.kind == "default":
         return ()
     if scaling.kind != "llama3":
@@ -216,7 +218,9 @@ def _checked(config: ModelConfig, path: Path) -> ModelConfig:
     """Refuse sizes with which no forward pass can work."""
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
         if getattr(config, name) < 1:
-            raise ModelLoadError(f"{name}={getattr(config, name)} of {path} must be at least 1; download the model again")
+            raise ModelLoadError(
+                f"{name}={getattr(config, name)} of {path} must be at least 1; download the model again"
+            )
     if config.num_heads % config.num_kv_heads:
         raise ModelLoadError(f"{config.num_heads} heads of {path} do not divide over {config.num_kv_heads} KV heads")
     if config.head_dim < 2 or config.head_dim % 2:

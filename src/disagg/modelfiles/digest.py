@@ -17,7 +17,6 @@ MIN_CACHED_BYTES = 8 << 20  # hashing less is faster than looking it up is worth
 class _CachedDigest(msgspec.Struct, frozen=True):
     """One file's digest and what the file looked like when it was taken."""
 
-    path: str
     num_bytes: int
     mtime_ns: int
     digest: str
@@ -39,7 +38,9 @@ def model_digest(path: Path, cache_dir: Path | None = None) -> str:
     elif is_gguf(path):
         files = [path]
     else:
-        raise ModelLoadError(f"no model at {path}; give a directory with config.json and *.safetensors, or a .gguf file")
+        raise ModelLoadError(
+            f"no model at {path}; give a directory with config.json and *.safetensors, or a .gguf file"
+        )
     total = hashlib.sha256()
     for file in files:
         name = "gguf" if file == path else file.name  # a GGUF file may be renamed and stay the same model
@@ -60,10 +61,10 @@ def _file_digest(file: Path, cache_dir: Path) -> str:
     path = str(file.resolve())
     cached_at = cache_dir / f"{hashlib.sha256(path.encode()).hexdigest()}.json"
     cached = _read_cache(cached_at)
-    if cached is not None and (cached.path, cached.num_bytes, cached.mtime_ns) == (path, stat.st_size, stat.st_mtime_ns):
+    if cached is not None and (cached.num_bytes, cached.mtime_ns) == (stat.st_size, stat.st_mtime_ns):
         return cached.digest
     digest = _hash(file)
-    _write_cache(cached_at, _CachedDigest(path, stat.st_size, stat.st_mtime_ns, digest))
+    _write_cache(cached_at, _CachedDigest(stat.st_size, stat.st_mtime_ns, digest))
     return digest
 
 

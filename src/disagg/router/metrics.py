@@ -51,9 +51,7 @@ class _DispatcherCollector:
                 for label, total in totals.get(metric.name, {}).items():
                     family.add_metric([label] if metric.label else [], total)
                 yield family
-        yield GaugeMetricFamily(
-            table.REQUESTS_OPEN.name, table.REQUESTS_OPEN.help, value=self._dispatcher.num_open
-        )
+        yield GaugeMetricFamily(table.REQUESTS_OPEN.name, table.REQUESTS_OPEN.help, value=self._dispatcher.num_open)
         yield from self._of_workers()
 
     def _of_workers(self) -> Iterator[Metric]:

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from disagg.modelfiles.fetch import resolve_model
 from disagg.modelfiles.tokenizer import load_tokenizer
 from disagg.router.app import create_app
 from disagg.router.config import Announcement, RouterConfig, encode_announcement
+from disagg.router.listening import listen
 from disagg.router.service import LiveService
 from disagg.router.text import ModelText
 
@@ -54,12 +54,14 @@ async def _serve(config: RouterConfig, texts: dict[str, ModelText]) -> None:
         )
     )
     service = LiveService(dispatcher, beat_interval_s=config.beat_interval_s, beat_timeout_s=config.beat_timeout_s)
-    http = _bind(config.host, config.port)
+    http = listen(config.host, config.port)
     try:
         control = await service.listen(config.control_host, config.control_port)
     except OSError as error:
         http.close()
-        raise ConfigurationError(_in_use(config.control_host, config.control_port, error, "--control-port")) from None
+        where = f"{config.control_host}:{config.control_port}"
+        text = f"cannot listen on {where}: {error.strerror or error}; choose another --control-port"
+        raise ConfigurationError(text) from None
     with ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text") as threads:
         app = create_app(service, texts, text_threads=threads, max_body_bytes=config.max_body_bytes)
         server = _HttpServer(app)
@@ -100,15 +102,3 @@ async def _told_to_stop(running: asyncio.Task[None]) -> None:
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({stopping, running}, return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Bound before anything else starts, so that a taken port is one plain line. Raises ConfigurationError."""
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)
-    except OSError as error:
-        raise ConfigurationError(_in_use(host, port, error, "--port")) from None
-
-
-def _in_use(host: str, port: int, error: OSError, flag: str) -> str:
-    return f"cannot listen on {host}:{port}: {error.strerror or error}; choose another with {flag}"

@@ -1,8 +1,8 @@
 """The live GenerationService: one thread that owns the dispatcher, the workers' channels and the open streams.
 
-  1. A worker connects to the control port; its first message must be RegisterWorker.
-  2. Messages of workers and requests of clients become the dispatcher's events; its actions are carried out here.
-  3. Deliveries go into the stream of their request, which the HTTP side reads.
+1. A worker connects to the control port; its first message must be RegisterWorker.
+2. Messages of workers and requests of clients become the dispatcher's events; its actions are carried out here.
+3. Deliveries go into the stream of their request, which the HTTP side reads.
 """
 
 import asyncio
@@ -18,7 +18,14 @@ from disagg.core.ids import RequestId, WorkerId
 from disagg.dispatch.actions import Deliver, DispatchAction, RefuseWorker, SendToWorker
 from disagg.dispatch.dispatcher import Dispatcher
 from disagg.dispatch.events import ChoiceStopped, ClientGone, WorkerLost, WorkerMessageReceived, WorkerRegistered
-from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, StreamEvent, TokensDelivered, TokenStream
+from disagg.dispatch.stream import (
+    GenerateRequest,
+    ModelStatus,
+    RequestFailed,
+    StreamEvent,
+    TokensDelivered,
+    TokenStream,
+)
 from disagg.policy.routing import Path
 from disagg.protocol.messages import RegisterWorker, WorkerCard, WorkerState, WorkerToRouter
 from disagg.router.metrics import RouterMetrics

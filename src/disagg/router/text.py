@@ -52,12 +52,7 @@ class ModelText:
         return prompt
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        try:
-            ids = self.tokenizer.encode(text, add_special_tokens)
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(
-                f"'{param}' holds half of a surrogate pair; send valid Unicode", param=param, code="invalid_unicode"
-            ) from error
+        ids = self.tokenizer.encode(text, add_special_tokens)
         if not ids:
             raise InvalidRequest(
                 f"'{param}' is empty: it has no token at all; give at least one", param=param, code="empty_prompt"

@@ -36,6 +36,7 @@ from disagg.telemetry.metrics import (
 _LEASED_SOURCE = (SourceState.ASKING, SourceState.OPEN, SourceState.DRAINING, SourceState.DELIVERED)
 _LEASED_DESTINATION = (DestinationState.RECEIVING, DestinationState.COMPLETE)
 
+MAX_BACK_OFF = 4  # doublings of the wait before a refused reservation is asked again
 UNKNOWN_GRACE_S = 1.0  # the router tells both ends at once: one may hear of the other first
 
 
@@ -95,9 +96,7 @@ class Handoffs:
         sequence.num_cached = allocation.num_cached * state.cache.block_size
         source.machine.fire(SourceTrigger.RESERVATION_REQUESTED)
         source.lease_until_s = state.now_s + state.config.lease_s
-        state.tell(
-            source.peer, RequestReservation(source.handoff_id, source.fence, num_tokens, state.config.lease_s)
-        )
+        state.tell(source.peer, RequestReservation(source.handoff_id, source.fence, num_tokens, state.config.lease_s))
         return True
 
     def on_layers_computed(self, event: LayersComputed, rows: tuple[tuple[Sequence, int, int], ...]) -> None:
@@ -177,7 +176,9 @@ class Handoffs:
         state.cache.release(sequence.blocks)
         sequence.blocks = ()
         source.lease_until_s = float("inf")
-        source.retry_at_s = state.now_s + max(message.retry_after_s, state.config.retry_s)
+        wait_s = max(message.retry_after_s, state.config.retry_s) * 2 ** min(source.num_refusals, MAX_BACK_OFF)
+        source.retry_at_s = state.now_s + wait_s
+        source.num_refusals += 1
         if failure.kind is FailureKind.INVALID_REQUEST:
             state.fail(sequence, failure)
         elif failure.kind is FailureKind.CANCELLED:

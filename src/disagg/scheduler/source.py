@@ -20,6 +20,7 @@ class HandoffSource:
         self.machine = Machine(SOURCE_TABLE, str(handoff_id))
         self.lease_until_s = float("inf")
         self.retry_at_s = 0.0
+        self.num_refusals = 0
         self.unknown_since_s: float | None = None  # the destination does not know the sequence (yet)
         self.is_taken = False  # the destination's word can overtake the transport's last acknowledgement
         self.answer: AnswerReservation | None = None

@@ -193,27 +193,23 @@ class SchedulerState:
 
     def check_invariants(self) -> None:
         self.cache.check_invariants()
-        expected: dict[BlockId, int] = {}
+        pool = self.cache.pool
+        users = [0] * pool.num_blocks
         apart: dict[BlockState, set[BlockId]] = {BlockState.RESERVED: set(), BlockState.QUARANTINED: set()}
         for sequence in self.sequences.values():
-            for block in sequence.blocks:
-                expected[block] = expected.get(block, 0) + 1
+            held = [*sequence.blocks]
             destination = sequence.destination
-            if destination is None or destination.allocation is None:
-                continue
-            destination.check_invariants()
-            if destination.state in (DestinationState.RECEIVING, DestinationState.COMPLETE):
-                apart[BlockState.RESERVED].update(destination.allocation.reserved)
-                for block in destination.allocation.held:
-                    expected[block] = expected.get(block, 0) + 1
-            elif destination.state is DestinationState.FENCING:
-                apart[BlockState.QUARANTINED].update(destination.allocation.reserved)
-        pool = self.cache.pool
-        for number in range(pool.num_blocks):
-            block = BlockId(number)
-            if pool.refcount(block) != expected.get(block, 0):
-                users = expected.get(block, 0)
-                raise InternalFault(f"block {block} has refcount {pool.refcount(block)} and {users} users")
-            for state, blocks in apart.items():
-                if (pool.state(block) is state) != (block in blocks):
-                    raise InternalFault(f"block {block} is {pool.state(block)}, hand-offs say otherwise about {state}")
+            if destination is not None and destination.allocation is not None:
+                destination.check_invariants()
+                if destination.state in (DestinationState.RECEIVING, DestinationState.COMPLETE):
+                    held += destination.allocation.held
+                    apart[BlockState.RESERVED].update(destination.allocation.reserved)
+                elif destination.state is DestinationState.FENCING:
+                    apart[BlockState.QUARANTINED].update(destination.allocation.reserved)
+            for block in held:
+                users[block] += 1
+        if users != pool.refcounts():
+            raise InternalFault(f"refcounts {pool.refcounts()} differ from the sequences' use {users}")
+        for state, blocks in apart.items():
+            if blocks != pool.blocks_in(state):
+                raise InternalFault(f"{state} blocks are {pool.blocks_in(state)}, hand-offs say {blocks}")

@@ -47,9 +47,7 @@ class FakeEngine:
                 self._write(row, layer)
             if plan.reports_layers:
                 on_layers(layer + 1)
-        tokens = tuple(
-            self._sample(row, row.sampling) for row in plan.rows if row.sampling is not None
-        )
+        tokens = tuple(self._sample(row, row.sampling) for row in plan.rows if row.sampling is not None)
         return StepResult(plan.step_id, tokens)
 
     def _write(self, row: StepRow, layer: int) -> None:

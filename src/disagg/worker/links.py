@@ -1,8 +1,8 @@
 """A worker's connections: one to its router, kept up for ever, and one to each peer.
 
-  router   dial until it answers (capped back-off), register, then messages until the connection is lost; again.
-  peers    the router says whom to meet; the source side dials, asks for pairing and reports what came of it.
-           A peer that refuses is asked again only when its incarnation changes; one that is lost, while announced.
+router   dial until it answers (capped back-off), register, then messages until the connection is lost; again.
+peers    the router says whom to meet; the source side dials, asks for pairing and reports what came of it.
+         A peer that refuses is asked again only when its incarnation changes; one that is lost, while announced.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """One worker: the only thread that touches the scheduler, and the threads that work for it.
 
-  1. Everything that happens becomes an event: messages, finished steps, landed bytes, time. Threads post theirs.
-  2. The event loop's thread hands each event to the scheduler and carries out the actions it returns, in order.
-  3. Steps run on one step thread, bytes move on the transport's threads; neither touches scheduler state.
+1. Everything that happens becomes an event: messages, finished steps, landed bytes, time. Threads post theirs.
+2. The event loop's thread hands each event to the scheduler and carries out the actions it returns, in order.
+3. Steps run on one step thread, bytes move on the transport's threads; neither touches scheduler state.
 """
 
 import asyncio

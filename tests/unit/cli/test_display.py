@@ -48,6 +48,8 @@ def test_live_lines_leave_brackets_alone() -> None:
     display = LiveDisplay(Console(file=out, force_terminal=True, width=80))
     display.show({"a": "a [red]1"}, 0.0)
     display.child_line("a", "[bold]words")
+    display.note("long " * 50 + "end")
     display.close()
     assert "[bold]words" in out.getvalue()
+    assert "long " * 50 + "end" in out.getvalue()  # a command is pasted as one line
     assert "a [red]1" in out.getvalue()

@@ -5,7 +5,6 @@ import os
 import random
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -56,14 +55,6 @@ class EventLog:
             )
             assert arrived, f"{count} {kind.__name__} did not come; there is {self.events}"
         return self.of(kind)[:count]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll for what posts no event; fails after DEADLINE_S."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition did not come true"
-        threading.Event().wait(0.002)
 
 
 def open_descriptors() -> set[str]:

@@ -40,6 +40,7 @@ from disagg.transport.wire import (
     MAGIC,
     MAX_HEADER_BYTES,
     PREFIX_BYTES,
+    Ack,
     FrameHeader,
     Hello,
     Item,
@@ -103,6 +104,7 @@ def assert_still_serves(rig: TcpRig, number: int) -> None:
         (encode(Item.HELLO, Hello(WorkerId("w"), Incarnation(1), Incarnation(404), True)), "incarnation"),
         (encode(Item.HELLO, Hello(WorkerId("w"), Incarnation(1), RECEIVER_INCARNATION, False)), "checksums"),
     ],
+    ids=["http", "version", "4 GiB", "a frame", "damaged", "long name", "incarnation", "checksums"],
 )
 def test_a_bad_hello_is_refused_with_a_reason_and_disturbs_nobody(tcp: TcpRig, sent: bytes, reason: str) -> None:
     tcp.receiver.grant(PREFILL, KEY, BIG)
@@ -121,7 +123,7 @@ def test_a_bad_hello_is_refused_with_a_reason_and_disturbs_nobody(tcp: TcpRig, s
     [
         struct.pack("!4sHHII", MAGIC, 1, 3, 2**32 - 1, 0),
         struct.pack("!4sHHII", MAGIC, 1, 3, MAX_HEADER_BYTES + 1, 0),
-        os.urandom(64),
+        b"\x93noise" * 12,
         encode(Item.FRAME, FrameHeader(b"k" * 300, 0, b"", (), 0)),
         encode(Item.FRAME, FrameHeader(KEY, 0, b"", (Segment(0, 2**60),), 2**60)),
         encode(Item.FRAME, FrameHeader(KEY, 0, b"", (Segment(0, 5),), 2**60)),
@@ -238,6 +240,19 @@ def test_a_peer_that_answers_nothing_is_lost_after_the_stall_timeout(num_bytes: 
         sender.write(write_of(KEY, 0, run, run))
         assert log.wait(ConnectionLost)[0].peer == DECODE
         assert isinstance(log.events[0], WriteFinished)
+        sender.close()
+
+
+def test_an_answer_before_the_last_byte_is_not_believed() -> None:
+    with silent_peer(encode(Item.ACK, Ack(KEY, 0, None))) as peer:
+        log = EventLog()
+        config = TcpSenderConfig(stall_timeout_s=0.3)
+        sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(32 << 20), log.post, config)
+        sender.connect(DECODE, peer.endpoint, RECEIVER_INCARNATION)
+        run = (Segment(0, 32 << 20),)
+        sender.write(write_of(KEY, 0, run, run))
+        assert log.wait(WriteFinished)[0].failure is not None
+        log.wait(ConnectionLost)
         sender.close()
 
 
@@ -383,7 +398,8 @@ def test_ipv6_loopback_works_where_there_is_one() -> None:
 class SilentPeer:
     """Welcomes one sender, then neither reads nor answers, as a stopped process does. Later ones get no welcome."""
 
-    def __init__(self) -> None:
+    def __init__(self, early_answer: bytes = b"") -> None:
+        self._early_answer = early_answer
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._taken: list[socket.socket] = []
         self.saw_frame = threading.Event()
@@ -413,11 +429,12 @@ class SilentPeer:
                 sock.sendall(encode(Item.WELCOME, Welcome(None)))
                 sock.recv(1, socket.MSG_PEEK)
                 self.saw_frame.set()
+                sock.sendall(self._early_answer)
 
 
 @contextmanager
-def silent_peer() -> Iterator[SilentPeer]:
-    peer = SilentPeer()
+def silent_peer(early_answer: bytes = b"") -> Iterator[SilentPeer]:
+    peer = SilentPeer(early_answer)
     try:
         yield peer
     finally:

@@ -1,0 +1,112 @@
+"""Seeded schedules of a whole cluster in virtual time: right answers, nothing lost, nothing left behind."""
+
+import random
+
+import pytest
+
+from disagg.core.errors import DisaggError
+from disagg.core.ids import RequestId, SequenceId
+from disagg.core.request import SamplingParams
+from disagg.core.roles import HandoffMode, Role
+from disagg.dispatch.stream import GenerateRequest
+from disagg.testing.engine import expected_tokens
+from disagg.testing.virtual import MODEL, Answer, Chances, VirtualCluster
+
+
+def draw_request(rng: random.Random) -> GenerateRequest:
+    """Half of the prompts share one of three prefixes."""
+    prefix = [1000 - 1 - rng.randrange(3)] * rng.choice([0, 8, 13, 32])
+    prompt = tuple(prefix + [rng.randrange(900) for _ in range(rng.randint(1, 60))])
+    return GenerateRequest(
+        MODEL,
+        prompt,
+        SamplingParams(
+            max_tokens=rng.randint(1, 12),
+            temperature=rng.choice([0.0, 1.0]),
+            seed=rng.randrange(2**32),
+            stop_token_ids=tuple(range(rng.choice([0, 0, 100]))),
+        ),
+        num_choices=rng.choice([1, 1, 1, 2]),
+    )
+
+
+def check_answer(cluster: VirtualCluster, request_id: RequestId, answer: Answer) -> None:
+    """Every token that was delivered is the one that an undisturbed engine gives."""
+    layout = next(iter(cluster.workers.values())).card.layout
+    for choice, tokens in enumerate(answer.tokens):
+        expected = expected_tokens(
+            layout, SequenceId(request_id, choice), answer.request.prompt_ids, answer.request.sampling
+        )
+        if answer.error is None and not answer.is_aborted:
+            assert tokens == expected, (request_id, cluster.story())
+        else:
+            assert tokens == expected[: len(tokens)], (request_id, cluster.story())
+
+
+def start(cluster: VirtualCluster, rng: random.Random) -> None:
+    mode = rng.choice(list(HandoffMode))
+    for index in range(rng.randint(1, 2)):
+        cluster.start_worker(
+            f"prefill-{index}", Role.PREFILL, mode=mode, num_blocks=rng.choice([30, 64]), block_size=rng.choice([4, 8])
+        )
+        cluster.start_worker(f"decode-{index}", Role.DECODE, num_blocks=rng.choice([30, 64]))
+    if rng.random() < 0.3:
+        cluster.start_worker("mixed-0", Role.MIXED)
+    cluster.run(until=lambda: cluster.is_ready)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_undisturbed(seed: int) -> None:
+    """No fault, no abort: every request ends with exactly the expected tokens."""
+    rng = random.Random(seed)
+    cluster = VirtualCluster(seed, local_prefill_tokens=rng.choice([0, 20, 1000]))
+    start(cluster, rng)
+    for _ in range(25):
+        request = draw_request(rng)
+        cluster.after(rng.uniform(0, 2), lambda request=request: cluster.submit(request))
+    cluster.run(until=lambda: len(cluster.answers) == 25 and cluster.are_all_over)
+    for request_id, answer in cluster.answers.items():
+        assert answer.error is None
+        check_answer(cluster, request_id, answer)
+    cluster.check_nothing_left()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_aborts_corruption_and_deaths(seed: int) -> None:
+    """Clients leave, bytes arrive wrong, workers die and come back: what was delivered is right, the rest is an error."""
+    rng = random.Random(10_000 + seed)
+    cluster = VirtualCluster(seed, local_prefill_tokens=rng.choice([0, 0, 30]), chances=Chances(corrupt=0.05))
+    start(cluster, rng)
+
+    def submit() -> None:
+        try:
+            request_id = cluster.submit(draw_request(rng))
+        except DisaggError:
+            return  # refused with a reason: nobody can serve it now
+        if rng.random() < 0.4:
+            cluster.after(rng.uniform(0, 0.5), lambda: abort(request_id))
+
+    def abort(request_id: RequestId) -> None:
+        if not cluster.answers[request_id].is_over:
+            cluster.abort(request_id)
+
+    def kill_and_restart() -> None:
+        name = rng.choice(sorted(cluster.workers))
+        worker = cluster.workers[name]
+        cluster.kill(name)
+        cluster.after(
+            rng.uniform(0.05, 0.3),
+            lambda: cluster.start_worker(
+                name, worker.card.role, num_blocks=worker.card.num_blocks, block_size=worker.card.layout.block_size
+            ),
+        )
+
+    for _ in range(30):
+        cluster.after(rng.uniform(0, 3), submit)
+    for _ in range(rng.randint(0, 4)):
+        cluster.after(rng.uniform(0, 3), kill_and_restart)
+    cluster.run_for(4.0)
+    cluster.run(until=lambda: cluster.are_all_over)
+    for request_id, answer in cluster.answers.items():
+        check_answer(cluster, request_id, answer)
+    cluster.check_nothing_left()
