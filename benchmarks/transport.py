@@ -160,7 +160,7 @@ class Plain(Side):
 
 class Ours(Side):
     def __init__(self, address: str, memory: BytesMemory, checksums: bool) -> None:
-        self.name = "ours, crc32" if checksums else "ours, no checksum"
+        self.name = "ours, xxh3" if checksums else "ours, no checksum"
         self._events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self._sender = TcpSender(ME, Incarnation(2), memory, self._events.put, TcpSenderConfig(checksums=checksums))
         self._sender.connect(PEER, Endpoint(TransportKind.TCP, address), INCARNATION)

@@ -63,6 +63,14 @@ def smollm2_path() -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def tiny_llama_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama with random weights as a Hugging Face directory, without a tokenizer."""
+    from tests.parity.tiny_models import write_tiny_model  # imports transformers: only for those who ask
+
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
 @pytest.fixture
 def make_file(tmp_path: Path) -> Callable[[str, bytes], Path]:
     """Write a file into the test's own folder."""

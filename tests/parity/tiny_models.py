@@ -20,7 +20,7 @@ def tiny_model(
     num_layers: int = 3,
     num_kv_heads: int = 2,
 ) -> PreTrainedModel:
-    """A seeded model in memory: grouped-query attention (6 heads over 2), odd sizes, weights wide enough to disagree."""
+    """A seeded model in memory: 6 heads over 2, odd sizes, weights wide enough for models to disagree."""
     sizes = {
         "vocab_size": TINY_VOCAB,
         "hidden_size": 72,

@@ -10,7 +10,8 @@ from disagg.core.request import SamplingParams
 from disagg.core.roles import HandoffMode, Role
 from disagg.dispatch.stream import GenerateRequest
 from disagg.testing.engine import expected_tokens
-from disagg.testing.virtual import MODEL, Answer, Chances, VirtualCluster
+from disagg.testing.virtual import MODEL, Answer, VirtualCluster
+from disagg.testing.virtual_time import Chances
 
 
 def draw_request(rng: random.Random) -> GenerateRequest:
@@ -38,9 +39,9 @@ def check_answer(cluster: VirtualCluster, request_id: RequestId, answer: Answer)
             layout, SequenceId(request_id, choice), answer.request.prompt_ids, answer.request.sampling
         )
         if answer.error is None and not answer.is_aborted:
-            assert tokens == expected, (request_id, cluster.story())
+            assert tokens == expected, (request_id, cluster.time.story())
         else:
-            assert tokens == expected[: len(tokens)], (request_id, cluster.story())
+            assert tokens == expected[: len(tokens)], (request_id, cluster.time.story())
 
 
 def start(cluster: VirtualCluster, rng: random.Random) -> None:
@@ -52,7 +53,7 @@ def start(cluster: VirtualCluster, rng: random.Random) -> None:
         cluster.start_worker(f"decode-{index}", Role.DECODE, num_blocks=rng.choice([30, 64]))
     if rng.random() < 0.3:
         cluster.start_worker("mixed-0", Role.MIXED)
-    cluster.run(until=lambda: cluster.is_ready)
+    cluster.time.run(until=lambda: cluster.is_ready)
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -63,8 +64,8 @@ def test_undisturbed(seed: int) -> None:
     start(cluster, rng)
     for _ in range(25):
         request = draw_request(rng)
-        cluster.after(rng.uniform(0, 2), lambda request=request: cluster.submit(request))
-    cluster.run(until=lambda: len(cluster.answers) == 25 and cluster.are_all_over)
+        cluster.time.after(rng.uniform(0, 2), lambda request=request: cluster.submit(request))
+    cluster.time.run(until=lambda: len(cluster.answers) == 25 and cluster.are_all_over)
     for request_id, answer in cluster.answers.items():
         assert answer.error is None
         check_answer(cluster, request_id, answer)
@@ -73,7 +74,7 @@ def test_undisturbed(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_aborts_corruption_and_deaths(seed: int) -> None:
-    """Clients leave, bytes arrive wrong, workers die and come back: what was delivered is right, the rest is an error."""
+    """Clients leave, bytes arrive wrong, workers die and return: what was delivered is right, the rest is an error."""
     rng = random.Random(10_000 + seed)
     cluster = VirtualCluster(seed, local_prefill_tokens=rng.choice([0, 0, 30]), chances=Chances(corrupt=0.05))
     start(cluster, rng)
@@ -84,7 +85,7 @@ def test_aborts_corruption_and_deaths(seed: int) -> None:
         except DisaggError:
             return  # refused with a reason: nobody can serve it now
         if rng.random() < 0.4:
-            cluster.after(rng.uniform(0, 0.5), lambda: abort(request_id))
+            cluster.time.after(rng.uniform(0, 0.5), lambda: abort(request_id))
 
     def abort(request_id: RequestId) -> None:
         if not cluster.answers[request_id].is_over:
@@ -94,7 +95,7 @@ def test_aborts_corruption_and_deaths(seed: int) -> None:
         name = rng.choice(sorted(cluster.workers))
         worker = cluster.workers[name]
         cluster.kill(name)
-        cluster.after(
+        cluster.time.after(
             rng.uniform(0.05, 0.3),
             lambda: cluster.start_worker(
                 name, worker.card.role, num_blocks=worker.card.num_blocks, block_size=worker.card.layout.block_size
@@ -102,11 +103,11 @@ def test_aborts_corruption_and_deaths(seed: int) -> None:
         )
 
     for _ in range(30):
-        cluster.after(rng.uniform(0, 3), submit)
+        cluster.time.after(rng.uniform(0, 3), submit)
     for _ in range(rng.randint(0, 4)):
-        cluster.after(rng.uniform(0, 3), kill_and_restart)
-    cluster.run_for(4.0)
-    cluster.run(until=lambda: cluster.are_all_over)
+        cluster.time.after(rng.uniform(0, 3), kill_and_restart)
+    cluster.time.run_for(4.0)
+    cluster.time.run(until=lambda: cluster.are_all_over)
     for request_id, answer in cluster.answers.items():
         check_answer(cluster, request_id, answer)
     cluster.check_nothing_left()

@@ -1,5 +1,6 @@
 """What `disagg serve` is about to start, checked before anything is started."""
 
+import errno
 import socket
 
 import msgspec
@@ -95,4 +96,7 @@ def _check_port(host: str, port: int, flag: str) -> None:
             f"port {port} needs privileges this user lacks: choose one above 1023, {flag}"
         ) from error
     except OSError as error:
-        raise ConfigurationError(f"cannot listen on {host}:{port} ({error.strerror}): choose another {flag}") from error
+        to_change = host_flag if error.errno == errno.EADDRNOTAVAIL else flag
+        raise ConfigurationError(
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another {to_change}"
+        ) from error

@@ -272,6 +272,8 @@ class Dispatcher:
         if failure is not None:
             self._actions.append(RefuseWorker(card.worker_id, answer))
             return
+        # The same process on a new connection: it dropped everything when it lost the old one.
+        self._on_lost(WorkerLost(card.worker_id, card.incarnation, "it registered again"))
         self.registry.add(card)
         self._tell(card.worker_id, answer)
         self._announce()

@@ -12,7 +12,7 @@ HASH_BYTES = 16
 
 def root_hash(model_digest: str, numerics: str, salt: str = "") -> BlockHash:
     """Seed of every chain: KV of other weights, another precision promise or another tenant never matches."""
-    text = "\0".join((model_digest, numerics, salt))
+    text = f"{model_digest}\0{numerics}\0{salt}"
     return BlockHash(hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).digest())
 
 

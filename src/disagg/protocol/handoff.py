@@ -5,7 +5,7 @@ Source (whoever has or computes the KV):
   2. ASKING: the destination has been asked. A refusal puts it back to QUEUED.
   3. OPEN: blocks are granted; every computed layer is pushed.
   4. DRAINING: the prompt is computed, the last pushes are on their way.
-  5. DELIVERED: the destination's transport has verified every byte; blocks are kept until it says TAKEN or the lease ends.
+  5. DELIVERED: the destination's transport has verified every byte; blocks stay until it says TAKEN or the lease ends.
   6. STOPPING: cancelled while bytes of ours are still being read by the transport.
 
 Destination (whoever will use it):

@@ -36,7 +36,7 @@ from disagg.router.chat import ChatFormat
 from disagg.router.completions import CompletionFormat
 from disagg.router.fields import JsonObject, read_object
 from disagg.router.http_errors import JSON, body_too_large, http_error, routing_error
-from disagg.router.openai_types import CommonParams, read_chat, read_completion
+from disagg.router.openai_types import SharedParams, read_chat, read_completion
 from disagg.router.request_id import RequestIdHeader
 from disagg.router.sse import DONE, ClientGone, EventStream, event, unless_client_goes
 from disagg.router.text import ModelText, chat_requests, completion_requests
@@ -54,7 +54,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class Prepared(msgspec.Struct, frozen=True):
     """A request that passed every check this side of the service."""
 
-    params: CommonParams
+    params: SharedParams
     requests: tuple[GenerateRequest, ...]
     text: ModelText
 

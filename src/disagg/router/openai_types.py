@@ -25,7 +25,7 @@ _ROLES: Final = ("system", "developer", "user", "assistant")
 Prompt = str | tuple[int, ...]
 
 
-class CommonParams(msgspec.Struct, frozen=True):
+class SharedParams(msgspec.Struct, frozen=True):
     """What both endpoints take."""
 
     model: str
@@ -44,14 +44,14 @@ class CommonParams(msgspec.Struct, frozen=True):
 class ChatRequest(msgspec.Struct, frozen=True):
     """Body of POST /v1/chat/completions."""
 
-    params: CommonParams
+    params: SharedParams
     messages: tuple[ChatMessage, ...]
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
     """Body of POST /v1/completions: one answer (times n) for each prompt."""
 
-    params: CommonParams
+    params: SharedParams
     prompts: tuple[Prompt, ...]
 
 
@@ -101,7 +101,7 @@ def read_completion(body: JsonObject) -> CompletionRequest:
     return CompletionRequest(params, prompts)
 
 
-def _read_common(fields: Fields, model: str, max_tokens: int | None, num_logprobs: int | None) -> CommonParams:
+def _read_common(fields: Fields, model: str, max_tokens: int | None, num_logprobs: int | None) -> SharedParams:
     fields.refuse_unless("logit_bias", {})
     fields.refuse_unless("presence_penalty", 0)
     fields.refuse_unless("frequency_penalty", 0)
@@ -111,7 +111,7 @@ def _read_common(fields: Fields, model: str, max_tokens: int | None, num_logprob
     options = fields.nested("stream_options")
     if options is not None and not stream:
         raise InvalidRequest("'stream_options' needs 'stream' to be true", param="stream_options")
-    return CommonParams(
+    return SharedParams(
         model=model,
         num_choices=fields.integer("n", 1, MAX_CHOICES) or 1,
         max_tokens=max_tokens,

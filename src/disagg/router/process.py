@@ -28,15 +28,12 @@ STOP_TIMEOUT_S = 3.0  # for open HTTP connections, once told to stop
 
 
 def run_router(config: RouterConfig) -> int:
-    """Blocking; the exit code: 0 when told to stop, 2 when the configuration cannot work."""
+    """Blocking; 0 when told to stop. Raises ConfigurationError when the configuration cannot work."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     lifeline = watch_parent()
     try:
         texts = {name: ModelText(load_tokenizer(resolve_model(path))) for name, path in config.models}
         asyncio.run(_serve(config, texts))
-    except (ConfigurationError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
     finally:
         if lifeline is not None:
             lifeline.close()

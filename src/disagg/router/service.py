@@ -194,8 +194,9 @@ class LiveService:
 
     def _start(self, card: WorkerCard, channel: Channel[WorkerToRouter]) -> None:
         def on_lost(reason: str) -> None:
-            if self._channels.get(card.worker_id) is channel:
-                del self._channels[card.worker_id]
+            if self._channels.get(card.worker_id) is not channel:
+                return  # it has registered again on a newer connection
+            del self._channels[card.worker_id]
             _log.warning("worker %s lost: %s", card.worker_id, reason)
             self._act(self._dispatcher.handle(WorkerLost(card.worker_id, card.incarnation, reason)))
 

@@ -7,7 +7,7 @@ from disagg.core.request import SamplingParams
 from disagg.dispatch.stream import GenerateRequest, ModelStatus
 from disagg.modelfiles.chat_template import ChatMessage, ChatTemplate
 from disagg.modelfiles.tokenizer import ModelTokenizer
-from disagg.router.openai_types import ChatRequest, CommonParams, CompletionRequest, Prompt
+from disagg.router.openai_types import ChatRequest, CompletionRequest, Prompt, SharedParams
 
 _NOT_READY_RETRY_S = 2.0
 
@@ -75,7 +75,7 @@ def completion_requests(
 
 
 def _request(
-    params: CommonParams, prompt_ids: tuple[int, ...], source: str, text: ModelText, status: ModelStatus, seed: int
+    params: SharedParams, prompt_ids: tuple[int, ...], source: str, text: ModelText, status: ModelStatus, seed: int
 ) -> GenerateRequest:
     chosen = seed if params.seed is None else params.seed
     return GenerateRequest(

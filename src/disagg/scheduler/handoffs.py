@@ -211,26 +211,25 @@ class Handoffs:
     # --- destination -------------------------------------------------------------------------------------------
 
     def _on_request_reservation(self, peer: WorkerId, message: RequestReservation) -> None:
-        answer = self._refusal(peer, message) or self._try_reserve(message)
+        sequence, destination = self._destination(message.handoff_id)
+        if sequence is None or destination is None or destination.peer != peer or destination.fence != message.fence:
+            answer = self._refuse(message, "is not expected here")
+        elif destination.state is not DestinationState.EXPECTED:
+            answer = self._refuse(message, f"is {destination.state.value} here")
+        else:
+            answer = self._try_reserve(sequence, destination, message)
         if answer.failure is not None:
             self._state.counters.add(RESERVATIONS_REFUSED, label=answer.failure.kind.value)
         self._state.tell(peer, answer)
 
-    def _refusal(self, peer: WorkerId, message: RequestReservation) -> AnswerReservation | None:
-        """Refusals that have nothing to do with room."""
-        _, destination = self._destination(message.handoff_id)
-        if destination is None or destination.peer != peer or destination.fence != message.fence:
-            failure = Failure(FailureKind.CANCELLED, f"hand-off {message.handoff_id} is not expected here")
-        elif destination.state is not DestinationState.EXPECTED:
-            failure = Failure(FailureKind.CANCELLED, f"hand-off {message.handoff_id} is {destination.state.value} here")
-        else:
-            return None
+    def _refuse(self, message: RequestReservation, why: str) -> AnswerReservation:
+        failure = Failure(FailureKind.CANCELLED, f"hand-off {message.handoff_id} {why}")
         return AnswerReservation(message.handoff_id, message.fence, failure, self._state.config.retry_s)
 
-    def _try_reserve(self, message: RequestReservation) -> AnswerReservation:
+    def _try_reserve(
+        self, sequence: Sequence, destination: HandoffDestination, message: RequestReservation
+    ) -> AnswerReservation:
         state, config = self._state, self._state.config
-        sequence, destination = self._destination(message.handoff_id)
-        assert sequence is not None and destination is not None
         if not 0 < message.num_tokens <= sequence.num_prompt_tokens:
             text = f"{message.num_tokens} tokens offered, the prompt has {sequence.num_prompt_tokens}"
             failure = Failure(FailureKind.INVALID_REQUEST, text)

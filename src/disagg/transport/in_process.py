@@ -7,8 +7,9 @@ before it is delivered and may have it corrupted, delayed, dropped, or its conne
 
 import enum
 import threading
-import zlib
 from collections.abc import Callable, Sequence
+
+import xxhash
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import InternalFault
@@ -385,7 +386,7 @@ def _spoil(views: Sequence[memoryview]) -> int:
 
 
 def _checksum(views: Sequence[memoryview]) -> int:
-    checksum = 0
+    digest = xxhash.xxh3_64()
     for view in views:
-        checksum = zlib.crc32(view, checksum)
-    return checksum
+        digest.update(view)
+    return digest.intdigest()

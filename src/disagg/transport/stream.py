@@ -5,8 +5,9 @@ import socket
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
+
+import xxhash
 
 from disagg.core.errors import PeerLost
 from disagg.transport.segments import advance, batches
@@ -44,19 +45,19 @@ class Stream:
         """Send one small item. Raises PeerLost."""
         self._send_all([memoryview(encode(item, body))], 0)
 
-    def send_frame(self, head: bytes, views: Sequence[memoryview], checksum: int | None) -> int:
+    def send_frame(self, head: bytes, views: Sequence[memoryview], seed: int | None) -> int:
         """Send an encoded header and its payload; the trailer must follow by send_trailer().
 
-        Returns the CRC-32 of the payload continued from `checksum`; with None nothing is summed and 0 returned.
-        Raises PeerLost.
+        Returns the payload's XXH3 under `seed`; with None nothing is summed and 0 returned. Raises PeerLost.
         """
         self._send_all([memoryview(head)], _MSG_MORE)
+        digest = None if seed is None else xxhash.xxh3_64(seed=seed)
         for batch in batches(views, max_bytes=BATCH_BYTES, max_views=MAX_VIEWS):
-            if checksum is not None:
+            if digest is not None:
                 for view in batch:
-                    checksum = zlib.crc32(view, checksum)
+                    digest.update(view)
             self._send_all(batch, _MSG_MORE)
-        return checksum or 0
+        return digest.intdigest() if digest is not None else 0
 
     def send_trailer(self, trailer: bytes) -> None:
         """End a frame. Raises PeerLost."""
@@ -78,14 +79,15 @@ class Stream:
             self._fill([memoryview(data)])
         return data
 
-    def receive_into(self, views: Sequence[memoryview], checksum: int | None) -> int:
-        """Fill the views in order; returns the CRC-32 continued from `checksum` (0 with None). Raises PeerLost."""
+    def receive_into(self, views: Sequence[memoryview], seed: int | None) -> int:
+        """Fill the views in order; returns their XXH3 under `seed` (0 with None). Raises PeerLost."""
+        digest = None if seed is None else xxhash.xxh3_64(seed=seed)
         for batch in batches(views, max_bytes=BATCH_BYTES, max_views=MAX_VIEWS):
             self._fill(batch)
-            if checksum is not None:
+            if digest is not None:
                 for view in batch:
-                    checksum = zlib.crc32(view, checksum)
-        return checksum or 0
+                    digest.update(view)
+        return digest.intdigest() if digest is not None else 0
 
     def drain(self, num_bytes: int) -> None:
         """Throw away so many bytes through a buffer of at most BATCH_BYTES. Raises PeerLost."""

@@ -4,11 +4,11 @@
     HELLO   who I am, whom I expect   ->
                                       <-     WELCOME  or why not, then closed
     FRAME   header                    ->
-            payload, 4-byte trailer   ->
+            payload, 8-byte trailer   ->
                                       <-     ACK      verified, or why not; one per frame, in order
 
 Every item is a 16-byte prefix and a msgpack body. The prefix carries the body's CRC-32: a damaged header must be found
-before its payload lands anywhere. The trailer is the CRC-32 of the payload, continued from the header's: it follows
+before its payload lands anywhere. The trailer is the XXH3 of the payload, seeded with the header's CRC-32: it follows
 the payload so that both ends sum while they copy.
 """
 
@@ -34,7 +34,7 @@ MAX_WORKER_ID_CHARS = 256
 MAX_REASON_CHARS = 600
 
 _PREFIX = struct.Struct("!4sHHII")
-_TRAILER = struct.Struct("!I")
+_TRAILER = struct.Struct("!Q")
 PREFIX_BYTES = _PREFIX.size
 TRAILER_BYTES = _TRAILER.size
 

@@ -28,17 +28,14 @@ _log = logging.getLogger(__name__)
 
 
 def run_worker(config: WorkerConfig) -> int:
-    """Blocking; the exit code: 0 when told to stop, 2 when the configuration cannot work."""
+    """Blocking; 0 when told to stop. Raises ConfigurationError when the configuration cannot work."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     lifeline = watch_parent()
     try:
         if config.cores:
-            os.sched_setaffinity(0, config.cores)
+            _pin(config.cores)
         loaded = load_engine(config, resolve_model(config.model))
         asyncio.run(_serve(config, loaded))
-    except (ConfigurationError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
     finally:
         if lifeline is not None:
             lifeline.close()
@@ -115,6 +112,15 @@ def _tcp(config: WorkerConfig, loaded: LoadedEngine, worker_id: WorkerId, incarn
             TcpReceiver(memory, incarnation, post, host=config.host),
         )
     }
+
+
+def _pin(cores: tuple[int, ...]) -> None:
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError as error:
+        usable = sorted(os.sched_getaffinity(0))
+        text = f"cannot run on cores {list(cores)}: {error.strerror}; this process may use {usable}"
+        raise ConfigurationError(text) from None
 
 
 def _beats(config: WorkerConfig) -> BeatTimes:

@@ -64,6 +64,11 @@ def test_an_address_that_does_not_exist_is_named() -> None:
         check_ports(RouterConfig(models=(("m", "/m"),), host="no-such-host.invalid", port=0))
 
 
+def test_an_address_of_another_machine_is_the_hosts_fault() -> None:
+    with pytest.raises(ConfigurationError, match=r"192\.0\.2\.1:0 .*choose another --host"):
+        check_ports(RouterConfig(models=(("m", "/m"),), host="192.0.2.1", port=0))
+
+
 def test_command_lines_leave_defaults_out() -> None:
     config = WorkerConfig(
         model="/m",

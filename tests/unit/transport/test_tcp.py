@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
+import xxhash
 from tests.unit.transport.rigs import (
     ARENA_BYTES,
     DEADLINE_S,
@@ -300,7 +301,7 @@ def test_a_new_connection_of_the_same_sender_ends_the_old_one_first(tcp: TcpRig)
         new.sendall(encode(Item.HELLO, HELLO))
         assert read_welcome(new).refusal is None
         assert is_closed_by_peer(old)
-        checksum = _crc(b"n" * 1000, head)
+        checksum = _checksum(b"n" * 1000, head)
         new.sendall(head + b"n" * 1000 + encode_trailer(checksum))
         assert tcp.landed.wait(WriteLanded)[0].failure is None
         assert tcp.target.read((Segment(0, 1000),)) == b"n" * 1000
@@ -441,5 +442,5 @@ def silent_peer(early_answer: bytes = b"") -> Iterator[SilentPeer]:
         peer.close()
 
 
-def _crc(payload: bytes, head: bytes) -> int:
-    return zlib.crc32(payload, zlib.crc32(head[PREFIX_BYTES:]))
+def _checksum(payload: bytes, head: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(payload, seed=zlib.crc32(head[PREFIX_BYTES:]))

@@ -1,0 +1,95 @@
+"""Virtual time and seeded chance: a heap of callbacks, jittered durations, streams that deliver in order."""
+
+import heapq
+import random
+from collections.abc import Callable
+from itertools import count
+
+import msgspec
+
+from disagg.core.errors import InternalFault
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """Durations in virtual seconds; each is stretched by a factor drawn from [1, jitter]."""
+
+    message_s: float = 0.0002
+    prompt_token_s: float = 0.001
+    step_s: float = 0.01
+    byte_s: float = 1e-8
+    write_s: float = 0.0005
+    detect_s: float = 0.01  # from a death to the others' knowing of it
+    jitter: float = 3.0
+
+
+class Chances(msgspec.Struct, frozen=True):
+    """Probabilities of faults, per write."""
+
+    corrupt: float = 0.0
+
+
+class VirtualTime:
+    """Everything happens inside run(). `check` is called after every event; `story` tells what happened."""
+
+    def __init__(self, seed: int, timing: Timing, chances: Chances, check: Callable[[], None]) -> None:
+        self.random = random.Random(seed)
+        self.timing = timing
+        self.chances = chances
+        self.now_s = 0.0
+        self._check = check
+        self._history: list[str] = []
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._in_order_s: dict[tuple[str, str], float] = {}
+
+    def at(self, when_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (max(when_s, self.now_s), next(self._order), act))
+
+    def after(self, delay_s: float, act: Callable[[], None]) -> None:
+        self.at(self.now_s + delay_s, act)
+
+    def jittered(self, duration_s: float) -> float:
+        return duration_s * self.random.uniform(1.0, self.timing.jitter)
+
+    def run(
+        self, *, until: Callable[[], bool] | None = None, limit_s: float = 1000.0, max_events: int = 1_000_000
+    ) -> None:
+        """Until the condition holds, or nothing is left to happen. Raises when the limits are passed first."""
+        for _ in range(max_events):
+            if until is not None and until():
+                return
+            if not self._heap:
+                if until is not None:
+                    raise InternalFault(f"nothing is left to happen at {self.now_s:.3f} s\n{self.story()}")
+                return
+            when_s, _, act = heapq.heappop(self._heap)
+            if when_s > limit_s:
+                raise InternalFault(f"not done after {limit_s} virtual seconds\n{self.story()}")
+            self.now_s = when_s
+            act()
+            self._check()
+        raise InternalFault(f"not done after {max_events} events\n{self.story()}")
+
+    def run_for(self, duration_s: float) -> None:
+        end_s = self.now_s + duration_s
+        self.at(end_s, lambda: None)
+        self.run(until=lambda: self.now_s >= end_s, limit_s=end_s + 1)
+
+    def deliver(self, source: str, target: str, act: Callable[[], None]) -> None:
+        """In order per direction, like a stream."""
+        when_s = self.now_s + self.jittered(self.timing.message_s)
+        when_s = max(when_s, self._in_order_s.get((source, target), 0.0))
+        self._in_order_s[(source, target)] = when_s
+        self.at(when_s, act)
+
+    def note(self, who: str, what: object) -> None:
+        self._history.append(f"{self.now_s:10.6f} {who}: {what}")
+        if len(self._history) > 400:
+            del self._history[:200]
+
+    def story(self) -> str:
+        return "\n".join(self._history[-60:])
+
+    def check_invariants(self) -> None:
+        if self._heap and self._heap[0][0] < self.now_s:
+            raise InternalFault(f"an event of {self._heap[0][0]} s waits at {self.now_s} s")

@@ -1,0 +1,159 @@
+"""One worker in virtual time: a real scheduler over a fake engine and a faulty link."""
+
+from collections.abc import Callable
+from functools import partial
+
+from disagg.core.ids import WorkerId
+from disagg.kvcache.segments import span_segments
+from disagg.protocol.handoff import decode_grant_key
+from disagg.protocol.messages import WorkerCard, WorkerToRouter, WorkerToWorker
+from disagg.scheduler import events
+from disagg.scheduler.actions import (
+    Action,
+    OpenGrant,
+    PushSpan,
+    RevokeGrant,
+    RunStep,
+    SendToPeer,
+    SendToRouter,
+    StopPushes,
+)
+from disagg.scheduler.config import SchedulerConfig
+from disagg.scheduler.scheduler import Scheduler
+from disagg.testing.engine import FakeEngine
+from disagg.testing.virtual_time import VirtualTime
+
+
+class VirtualWorker:
+    """One incarnation: a real scheduler over a fake engine."""
+
+    def __init__(
+        self,
+        time: VirtualTime,
+        card: WorkerCard,
+        config: SchedulerConfig,
+        to_router: Callable[["VirtualWorker", WorkerToRouter], None],
+    ) -> None:
+        self._time = time
+        self._to_router = to_router
+        self.card = card
+        self.engine = FakeEngine(card.layout, card.num_blocks)
+        self.scheduler = Scheduler(config)
+        self.is_alive = True
+        self.grants: dict[bytes, WorkerId] = {}
+        self.writing: dict[bytes, float] = {}  # until when a begun write may still touch the arena
+        self.peers: dict[WorkerId, VirtualWorker] = {}
+        self.stopped_keys: set[bytes] = set()
+        self._wake_s = float("inf")
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self.card.worker_id
+
+    def handle(self, event: events.Event) -> None:
+        if not self.is_alive:
+            return
+        time = self._time
+        time.note(self.worker_id, event)
+        for action in self.scheduler.handle(event, time.now_s):
+            self._perform(action)
+        self.scheduler.check_invariants()
+        wake_s = self.scheduler.next_wake_s()
+        if wake_s < self._wake_s or self._wake_s <= time.now_s:
+            self._wake_s = wake_s
+            if wake_s < float("inf"):
+                time.at(max(wake_s, time.now_s + 1e-6), lambda: self._wake(wake_s))
+
+    def _wake(self, wake_s: float) -> None:
+        if self._wake_s == wake_s:
+            self._wake_s = float("inf")
+            self.handle(events.ClockTicked())
+
+    def _perform(self, action: Action) -> None:
+        time = self._time
+        match action:
+            case SendToRouter():
+                time.deliver(self.worker_id, "router", lambda: self._to_router(self, action.message))
+            case SendToPeer():
+                peer = self.peers.get(action.peer)
+                if peer is not None:
+                    time.deliver(self.worker_id, peer.worker_id, lambda: self._to_peer(peer, action.message))
+            case RunStep():
+                self._run(action)
+            case OpenGrant():
+                self.grants[action.grant_key] = action.peer
+            case RevokeGrant():
+                del self.grants[action.grant_key]
+                handoff_id = decode_grant_key(action.grant_key).handoff_id
+                free_s = max(time.now_s, self.writing.pop(action.grant_key, 0.0))
+                time.at(free_s + time.jittered(1e-5), lambda: self.handle(events.GrantFenced(handoff_id)))
+            case PushSpan():
+                self._push(action)
+            case StopPushes():
+                self.stopped_keys.add(action.grant_key)
+                handoff_id = decode_grant_key(action.grant_key).handoff_id
+                stop_s = time.jittered(time.timing.write_s * 2)
+                time.after(stop_s, lambda: self.handle(events.WritesStopped(handoff_id)))
+
+    def _to_peer(self, peer: "VirtualWorker", message: WorkerToWorker) -> None:
+        if peer.peers.get(self.worker_id) is self:
+            peer.handle(events.PeerMessageReceived(self.worker_id, message))
+
+    def _run(self, action: RunStep) -> None:
+        time, plan = self._time, action.plan
+        layers: list[int] = []
+        result = self.engine.run_step(plan, layers.append)
+        duration_s = time.jittered(time.timing.step_s + plan.num_tokens * time.timing.prompt_token_s)
+        for num_layers in layers:
+            event = events.LayersComputed(plan.step_id, num_layers)
+            time.after(duration_s * num_layers / (len(layers) + 1), partial(self.handle, event))
+        time.after(duration_s, lambda: self.handle(events.StepFinished(result, duration_s)))
+
+    def _push(self, action: PushSpan) -> None:
+        """Begin (the receiver checks the grant), then land; the acknowledgement comes later."""
+        time = self._time
+        num_bytes = self.card.layout.span_bytes(action.span)
+        begin_s = time.jittered(time.timing.write_s)
+        land_s = begin_s + time.jittered(num_bytes * time.timing.byte_s + 1e-6)
+        is_corrupt = time.random.random() < time.chances.corrupt
+
+        def finish(failure: str | None) -> None:
+            event = events.WriteFinished(action.handoff_id, action.number, failure)
+            time.after(time.jittered(time.timing.message_s), lambda: self.handle(event))
+
+        def begin() -> None:
+            peer = self.peers.get(action.peer)
+            if not self.is_alive:
+                return
+            if peer is None or not peer.is_alive or action.grant_key in self.stopped_keys:
+                finish("not connected or stopped")
+            elif peer.grants.get(action.grant_key) != self.worker_id:
+                finish("not granted")
+            else:
+                peer.writing[action.grant_key] = max(peer.writing.get(action.grant_key, 0.0), time.now_s + land_s)
+                time.after(land_s, lambda: land(peer))
+
+        def land(peer: VirtualWorker) -> None:
+            if not peer.is_alive or not self.is_alive:
+                if self.is_alive:
+                    finish("connection lost")
+                return
+            self._copy(peer, action, is_corrupt)
+            failure = "checksum mismatch" if is_corrupt else None
+            peer.handle(events.WriteLanded(action.handoff_id, action.span, failure))
+            finish(failure)
+
+        time.after(begin_s, begin)
+
+    def _copy(self, peer: "VirtualWorker", action: PushSpan, is_corrupt: bool) -> None:
+        source = span_segments(self.card.layout, self.card.num_blocks, action.source_blocks, action.span)
+        target = span_segments(peer.card.layout, action.destination_num_blocks, action.destination_blocks, action.span)
+        payload = b"".join(bytes(view) for view in self.engine.memory.gather(source))
+        if is_corrupt:
+            payload = bytes(len(payload))
+        landing = peer.engine.memory.landing(target)
+        offset = 0
+        for buffer in landing.buffers:
+            buffer[:] = payload[offset : offset + len(buffer)]
+            offset += len(buffer)
+        landing.commit()

@@ -1,0 +1,219 @@
+"""No row's result depends on the batch or on how a prompt was chunked: every linear, the attention, the whole engine.
+
+Bits are compared. What is checked is printed (pytest -s).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.parity.tiny_models import TINY_VOCAB, write_tiny_model
+from tests.unit.engine.steps import GREEDY, generate, make_engine, make_row, run
+from torch import Tensor
+
+from disagg.core.request import SamplingParams
+from disagg.core.spans import KvLayout
+from disagg.engine.arena import KvArena
+from disagg.engine.attention import RowSpan, TiledAttention
+from disagg.engine.invariance import MKL_MODE_VARIABLE, MKL_STRICT_MODE, RowRule, find_row_rule, is_row_invariant
+from disagg.engine.linears import LINEARS
+from disagg.engine.model import gated, rotate
+from disagg.engine.runner import TorchEngine
+
+# (inputs, outputs): qkv, output, gate_up, down, head of SmolLM2-135M; and of tiny models.
+BIG_SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576)]
+HEAD_SHAPE = (576, 49152)
+TINY_SHAPES = [(72, 120), (72, 72), (72, 224), (112, 72), (72, 313), (48, 80)]
+ALL_SIZES = [*range(1, 65), 100, 128, 256, 512]
+SOME_SIZES = [1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 33, 48, 57, 64]
+
+
+@pytest.fixture(params=[1, 2])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def random_tensor(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kind", LINEARS)
+def test_linears_are_row_invariant(kind: str, has_bias: bool, num_threads: int) -> None:
+    for num_inputs, num_outputs in [*TINY_SHAPES, *BIG_SHAPES, *([] if has_bias else [HEAD_SHAPE])]:
+        bias = random_tensor(num_outputs) if has_bias else None
+        linear = LINEARS[kind](random_tensor(num_outputs, num_inputs) * 0.05, bias, None)
+        sizes = SOME_SIZES if num_outputs == HEAD_SHAPE[1] else ALL_SIZES
+        x = random_tensor(sizes[-1], num_inputs, seed=1)
+        assert is_row_invariant(linear, x, sizes), f"{kind} {num_inputs} -> {num_outputs}"
+        print(f"{kind} {num_inputs} -> {num_outputs}, bias {has_bias}, {num_threads} threads: bit-equal")
+
+
+def test_linears_give_the_same_bits_with_one_and_two_threads() -> None:
+    """Workers of one pair may have different numbers of cores."""
+    before = torch.get_num_threads()
+    for num_inputs, num_outputs in [*TINY_SHAPES, *BIG_SHAPES]:
+        linear = LINEARS["float32"](random_tensor(num_outputs, num_inputs), None, None)
+        x = random_tensor(130, num_inputs, seed=1)
+        results = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append([linear(x), linear(x[:1])])
+        torch.set_num_threads(before)
+        for one, two in zip(*results, strict=True):
+            assert torch.equal(one, two), f"{num_inputs} -> {num_outputs}"
+
+
+def test_the_check_can_fail_and_a_rule_can_mend() -> None:
+    """A product that sums in another order for few rows must be found out, and padded past it."""
+    weight = random_tensor(40, 72)
+
+    def fickle(x: Tensor) -> Tensor:
+        if len(x) < 3:
+            return (x.flip(1) @ weight.flip(1).t()) * (1 + 1e-6)
+        return torch.cat([row @ weight.t() for row in x.split(1)])
+
+    assert not is_row_invariant(fickle, random_tensor(64, 72), [1, 2, 3])
+    assert find_row_rule(fickle, 72, 40) == RowRule(4)
+
+    def hopeless(x: Tensor) -> Tensor:
+        return x @ weight.t() + x.sum()
+
+    assert find_row_rule(hopeless, 72, 40) is None
+
+
+def test_a_rule_cuts_and_pads() -> None:
+    seen: list[int] = []
+
+    def multiply(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return x * 2
+
+    x = random_tensor(50, 3)
+    assert torch.equal(RowRule(16, 24).apply(multiply, x), x * 2)
+    assert seen == [24, 24, 16]
+
+
+@pytest.mark.parametrize("width", [112, 1000, 1536, 37])
+def test_elementwise_parts_are_row_invariant(width: int, num_threads: int) -> None:
+    sizes = [*range(1, 48), 100, 333]
+    assert is_row_invariant(gated, random_tensor(512, 2 * width) * 3, sizes)
+    cos, sin = random_tensor(512, 1, 12, seed=2), random_tensor(512, 1, 12, seed=3)
+    x = random_tensor(512, 3, 12)
+    whole = rotate(x, cos, sin)
+    assert all(torch.equal(rotate(x[:n], cos[:n], sin[:n]), whole[:n]) for n in sizes)
+    weight = random_tensor(width)
+    assert is_row_invariant(
+        lambda part: torch.nn.functional.rms_norm(part, (width,), weight, 1e-5), random_tensor(512, width), sizes
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (6, 2, 12), (4, 4, 16), (14, 2, 64), (8, 2, 128)]
+)
+def test_attention_is_independent_of_batch_and_chunks(
+    num_heads: int, num_kv_heads: int, head_dim: int, num_threads: int
+) -> None:
+    """300 tokens at once; in chunks; token by token; and each token decoded beside seven others of other lengths."""
+    length, block_size = 300, 16
+    arena = KvArena(KvLayout(1, num_kv_heads, head_dim, "float32", block_size), 200)
+    attention = TiledAttention(arena, num_heads)
+    arena.tensor.copy_(random_tensor(*arena.tensor.shape))
+    order = np.random.default_rng(0).permutation(200)
+    slots = (order[:, None] * block_size + np.arange(block_size)).reshape(-1)
+    queries = random_tensor(length, num_heads, head_dim, seed=1)
+
+    def attend(pieces: list[tuple[int, int]]) -> Tensor:
+        parts = [
+            attention.attend(0, queries[a:b], attention.plan([RowSpan(0, b - a, a, slots[:b])])) for a, b in pieces
+        ]
+        return torch.cat(parts)
+
+    whole = attend([(0, length)])
+    reference = torch.nn.functional.scaled_dot_product_attention(
+        queries.transpose(0, 1)[None],
+        *(arena.tensor[0, kv].flatten(0, 1)[slots[:length]].transpose(0, 1)[None] for kv in (0, 1)),
+        is_causal=True,
+        enable_gqa=True,
+    )
+    torch.testing.assert_close(whole.view(length, num_heads, head_dim), reference[0].transpose(0, 1))
+    for step in (1, 7, 64, 150, 299):
+        assert torch.equal(attend([(a, min(a + step, length)) for a in range(0, length, step)]), whole), step
+    for first in (0, 100, 255):
+        positions = sorted({first, first + 1, first + 44, 5, 127, 128, 129, 260})
+        spans = [RowSpan(i, 1, p, slots[: p + 1]) for i, p in enumerate(positions)]
+        spans.append(RowSpan(len(positions), 30, 200, slots[:230]))
+        rows = torch.cat([queries[positions], queries[200:230]])
+        assert torch.equal(attention.attend(0, rows, attention.plan(spans)), whole[[*positions, *range(200, 230)]])
+    print(f"attention {num_heads}/{num_kv_heads} x {head_dim}, {num_threads} threads: bit-equal")
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
+    path = write_tiny_model(tmp_path_factory.mktemp("tiny"), request.param, tie_embeddings=False)
+    return make_engine(path, num_blocks=200)
+
+
+def stored(engine: TorchEngine, blocks: list[int], num_tokens: int) -> Tensor:
+    return engine.arena.tensor[:, :, blocks].flatten(2, 3)[:, :, :num_tokens].clone()
+
+
+def test_engine_prefill_in_chunks_writes_the_same_bits(engine: TorchEngine) -> None:
+    prompt = [int(t) for t in torch.randint(TINY_VOCAB, (290,), generator=torch.Generator().manual_seed(3))]
+    blocks = list(range(19))
+    tokens = generate(engine, prompt, blocks, 8)
+    expected = stored(engine, blocks, len(prompt) + 7)
+    for chunk, other_blocks in ((1, list(range(20, 39))), (16, list(range(60, 41, -1))), (100, blocks), (129, blocks)):
+        engine.arena.tensor.fill_(float("nan"))
+        assert generate(engine, prompt, other_blocks, 8, chunk=chunk) == tokens
+        assert torch.equal(stored(engine, other_blocks, len(prompt) + 7), expected), f"chunks of {chunk}"
+    # What was decoded, read again as a prompt, is the same KV: a sequence may be recovered by re-prefill.
+    run(engine, make_row(0, [*prompt, *tokens[:-1]], 0, blocks))
+    assert torch.equal(stored(engine, blocks, len(prompt) + 7), expected)
+
+
+def test_engine_rows_in_a_batch_of_eight_are_what_they_are_alone(engine: TorchEngine) -> None:
+    """Eight sequences of other lengths, greedy and sampled, decoded together beside a neighbour's prefill chunk."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = [3, 17, 40, 100, 127, 128, 140, 200]
+    prompts = [[int(t) for t in torch.randint(TINY_VOCAB, (n,), generator=generator)] for n in lengths]
+    params = [GREEDY if i % 2 else SamplingParams(max_tokens=9, temperature=0.8, top_p=0.9, seed=i) for i in range(8)]
+    num_tokens = 6
+    alone = []
+    for prompt, sampling in zip(prompts, params, strict=True):
+        tokens = generate(engine, prompt, list(range(14)), num_tokens, sampling=sampling)
+        alone.append((tokens, stored(engine, list(range(14)), len(prompt) + num_tokens - 1)))
+    tables = [list(range(20 * i, 20 * i + 14)) for i in range(8)]
+    outputs = [[e.token_id] for e in run(engine, *(make_row(i, prompts[i], 0, tables[i], params[i]) for i in range(8)))]
+    for position in range(1, num_tokens):
+        rows = [
+            make_row(i, outputs[i][-1:], len(prompts[i]) + position - 1, tables[i], params[i], position)
+            for i in range(8)
+        ]
+        noise = make_row(99, prompts[7][: 20 * position], 0, list(range(180, 194)), None)
+        for out, event in zip(outputs, run(engine, noise, *rows), strict=True):
+            out.append(event.token_id)
+    for i, (tokens, kv) in enumerate(alone):
+        # Sampled rows differ only through the choice index, which is 0 in both runs.
+        assert outputs[i] == tokens, f"sequence {i}"
+        assert torch.equal(stored(engine, tables[i], len(prompts[i]) + num_tokens - 1), kv), f"sequence {i}"
+    print("engine: alone = in a batch of 8 beside a prefill chunk, tokens and KV bit-equal")
+
+
+def test_the_products_mode_is_set_on_intel(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    from disagg.engine import invariance
+
+    monkeypatch.delenv(MKL_MODE_VARIABLE, raising=False)
+    invariance.ask_for_strict_mode()
+    is_intel = Path("/proc/cpuinfo").is_file() and "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    assert os.environ.get(MKL_MODE_VARIABLE) == (MKL_STRICT_MODE if is_intel else None)
+    monkeypatch.setenv(MKL_MODE_VARIABLE, "COMPATIBLE")
+    invariance.ask_for_strict_mode()
+    assert os.environ[MKL_MODE_VARIABLE] == "COMPATIBLE"

@@ -1,0 +1,211 @@
+"""Geometry from config.json and GGUF headers, and refusals that say what to do."""
+
+import json
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from disagg.core.errors import ModelLoadError
+from disagg.modelfiles.config import ModelConfig, read_config
+from disagg.modelfiles.gguf_file import GgufFile, is_gguf
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50_000.0,
+    "tie_word_embeddings": True,
+}
+EXPECTED = ModelConfig(
+    architecture="llama",
+    vocab_size=100,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    max_context=64,
+    rms_norm_eps=1e-5,
+    rope_theta=50_000.0,
+    tie_embeddings=True,
+    qkv_bias=False,
+)
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    return folder
+
+
+def write_gguf(path: Path, architecture: str = "llama", **changes: float | str | None) -> Path:
+    """A GGUF file with a header and two tensors. A change of None leaves the field out."""
+    fields: dict[str, float | str | None] = {
+        "block_count": 2,
+        "context_length": 64,
+        "embedding_length": 48,
+        "feed_forward_length": 80,
+        "attention.head_count": 6,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": 50_000.0,
+        **changes,
+    }
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in fields.items():
+        if isinstance(value, str):
+            writer.add_string(f"{architecture}.{name}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"{architecture}.{name}", value)
+        elif value is not None:
+            writer.add_uint32(f"{architecture}.{name}", value)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "é", ""])
+    writer.add_array("tokenizer.ggml.token_type", [1, 2, 3])
+    writer.add_tensor("token_embd.weight", np.arange(4800, dtype=np.float32).reshape(100, 48))
+    writer.add_tensor("output_norm.weight", np.ones(48, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_directories_and_gguf_files_tell_the_same_geometry(tmp_path: Path) -> None:
+    assert read_config(write_config(tmp_path)) == EXPECTED
+    from_gguf = read_config(write_gguf(tmp_path / "model.gguf"))
+    assert from_gguf.rms_norm_eps == pytest.approx(1e-5)
+    fields = ("vocab_size", "head_dim", "num_kv_heads", "tie_embeddings", "qkv_bias", "max_context", "rope_theta")
+    assert [getattr(from_gguf, name) for name in fields] == [getattr(EXPECTED, name) for name in fields]
+    layout = EXPECTED.kv_layout(16)
+    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size) == (2, 2, 8, 16)
+    assert layout.token_bytes == 2 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "qkv_bias", True),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "use_sliding_window": False}, "qkv_bias", True),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, "architecture", "llama"),
+        ({"num_key_value_heads": None}, "num_kv_heads", 6),
+        ({"head_dim": 32}, "head_dim", 32),
+        ({"rope_theta": None}, "rope_theta", 10_000.0),
+        ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "rope_theta", 7.0),
+        ({"rope_scaling": None}, "rope_factors", ()),
+    ],
+)
+def test_what_a_config_may_say(tmp_path: Path, changes: dict[str, object], field: str, value: object) -> None:
+    assert getattr(read_config(write_config(tmp_path, **changes)), field) == value
+
+
+def test_llama3_rope_keeps_short_waves_and_stretches_long_ones(tmp_path: Path) -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    factors = read_config(write_config(tmp_path, head_dim=128, rope_theta=500_000.0, rope_scaling=scaling)).rope_factors
+    assert len(factors) == 64
+    assert factors[0] == 1.0
+    assert factors[-1] == pytest.approx(8.0)
+    assert list(factors) == sorted(factors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel' .* not supported; supported: LlamaForCausalLM"),
+        ({"architectures": None}, "'none'"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, "sliding_window=8"),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "use_sliding_window": True}, "sliding_window=8"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"'yarn' .* supported: none .* 'llama3'"),
+        ({"attention_bias": True}, "attention_bias=true"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"hidden_size": "big"}, r"lacks what the model needs: .*hidden_size"),
+        ({"num_key_value_heads": 4}, "6 heads .* do not divide over 4"),
+        ({"num_hidden_layers": 0}, "num_layers=0"),
+        ({"head_dim": 7}, "head_dim=7"),
+        ({"max_position_embeddings": 0}, "max_context=0"),
+    ],
+)
+def test_what_a_config_may_not_say(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message) as caught:
+        read_config(write_config(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_paths_that_are_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"no model at .*absent; give a directory"):
+        read_config(tmp_path / "absent")
+    with pytest.raises(ModelLoadError, match=r"has no config\.json; give"):
+        read_config(tmp_path)
+    text = tmp_path / "notes.txt"
+    text.write_text("hello")
+    assert not is_gguf(text)
+    with pytest.raises(ModelLoadError, match=r"notes\.txt is not a model; give"):
+        read_config(text)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ModelLoadError, match="not a JSON object"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="not a JSON object"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("gpt2", {}, "architecture 'gpt2' .* supported: llama, qwen2"),
+        ("llama", {"rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
+        ("llama", {"block_count": None}, r"no field llama\.block_count; the file is incomplete"),
+        ("llama", {"block_count": "two"}, r"llama\.block_count of .* is 'two', expected a whole number"),
+        ("llama", {"attention.layer_norm_rms_epsilon": "small"}, "expected a number"),
+        ("llama", {"attention.head_count": 0}, "num_heads=0"),
+    ],
+)
+def test_what_a_gguf_header_may_not_say(
+    tmp_path: Path, architecture: str, changes: dict[str, float | str | None], message: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        read_config(write_gguf(tmp_path / "model.gguf", architecture, **changes))
+
+
+def test_gguf_fields_and_tensors(tmp_path: Path) -> None:
+    file = GgufFile(write_gguf(tmp_path / "model.gguf"))
+    assert file.fields["tokenizer.ggml.tokens"] == ["a", "é", ""]
+    assert file.fields["tokenizer.ggml.token_type"] == [1, 2, 3]
+    assert file.text("general.architecture") == "llama"
+    assert file.tensors["token_embd.weight"].shape == (100, 48)
+    assert np.array_equal(file.array("token_embd.weight"), np.arange(4800, dtype=np.float32).reshape(100, 48))
+    with pytest.raises(ModelLoadError, match="no tensor output"):
+        file.array("output.weight")
+
+
+def test_damaged_gguf_files_are_told_apart_from_other_files(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf")
+    whole = path.read_bytes()
+    for size in (4, 20, 60, 400, len(whole) - 100):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ModelLoadError, match="damaged GGUF"):
+            read_config(path)
+    path.write_bytes(whole[:4] + struct.pack("<I", 9) + whole[8:])
+    with pytest.raises(ModelLoadError, match="version 9"):
+        read_config(path)
+    path.write_bytes(whole[:16] + struct.pack("<Q", 1 << 60) + whole[24:])
+    with pytest.raises(ModelLoadError, match="damaged GGUF"):
+        read_config(path)
+    (tmp_path / "other").write_text("not a model at all")
+    with pytest.raises(ModelLoadError, match="not a GGUF file"):
+        GgufFile(tmp_path / "other")
