@@ -1,6 +1,7 @@
 """Seeded schedules of a whole cluster in virtual time: right answers, nothing lost, nothing left behind."""
 
 import random
+from functools import partial
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_undisturbed(seed: int) -> None:
     start(cluster, rng)
     for _ in range(25):
         request = draw_request(rng)
-        cluster.time.after(rng.uniform(0, 2), lambda request=request: cluster.submit(request))
+        cluster.time.after(rng.uniform(0, 2), partial(cluster.submit, request))
     cluster.time.run(until=lambda: len(cluster.answers) == 25 and cluster.are_all_over)
     for request_id, answer in cluster.answers.items():
         assert answer.error is None

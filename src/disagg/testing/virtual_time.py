@@ -38,14 +38,14 @@ class VirtualTime:
         self.now_s = 0.0
         self._check = check
         self._history: list[str] = []
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._order = count()
         self._in_order_s: dict[tuple[str, str], float] = {}
 
-    def at(self, when_s: float, act: Callable[[], None]) -> None:
+    def at(self, when_s: float, act: Callable[[], object]) -> None:
         heapq.heappush(self._heap, (max(when_s, self.now_s), next(self._order), act))
 
-    def after(self, delay_s: float, act: Callable[[], None]) -> None:
+    def after(self, delay_s: float, act: Callable[[], object]) -> None:
         self.at(self.now_s + delay_s, act)
 
     def jittered(self, duration_s: float) -> float:
@@ -75,7 +75,7 @@ class VirtualTime:
         self.at(end_s, lambda: None)
         self.run(until=lambda: self.now_s >= end_s, limit_s=end_s + 1)
 
-    def deliver(self, source: str, target: str, act: Callable[[], None]) -> None:
+    def deliver(self, source: str, target: str, act: Callable[[], object]) -> None:
         """In order per direction, like a stream."""
         when_s = self.now_s + self.jittered(self.timing.message_s)
         when_s = max(when_s, self._in_order_s.get((source, target), 0.0))

@@ -1,0 +1,9 @@
+"""Every table of the protocol, for documentation and for tests."""
+
+from typing import Any
+
+from disagg.protocol.handoff import DESTINATION_TABLE, SOURCE_TABLE
+from disagg.protocol.lifecycle import REQUEST_TABLE, SEQUENCE_TABLE
+from disagg.protocol.table import TransitionTable
+
+TABLES: tuple[TransitionTable[Any, Any], ...] = (SEQUENCE_TABLE, SOURCE_TABLE, DESTINATION_TABLE, REQUEST_TABLE)

@@ -1,0 +1,99 @@
+"""Sizes, sequence lengths, ends of answers and the error tree."""
+
+import pytest
+
+from disagg.core import errors
+from disagg.core.ids import Fence, HandoffId, Incarnation, RequestId, SequenceId
+from disagg.core.request import FinishReason, SamplingParams, SequenceSpec, finish_reason
+from disagg.core.roles import ROLE_TASKS, Role, Task
+from disagg.core.spans import DTYPE_BYTES, KvLayout, Span
+
+REQUEST = RequestId(Incarnation(0xAB), 7)
+
+
+def test_ids_say_where_they_come_from() -> None:
+    sequence = SequenceId(REQUEST, 2)
+    assert str(REQUEST) == "ab-7"
+    assert str(sequence) == "ab-7.2"
+    assert str(HandoffId(sequence, 3)) == "ab-7.2#3"
+
+
+def test_a_fence_differs_by_either_incarnation_and_by_attempt() -> None:
+    fence = Fence(Incarnation(1), Incarnation(2), 1)
+    others = [
+        Fence(Incarnation(3), Incarnation(2), 1),
+        Fence(Incarnation(1), Incarnation(3), 1),
+        Fence(Incarnation(1), Incarnation(2), 2),
+    ]
+    assert len({fence, *others}) == 4
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), sorted(DTYPE_BYTES.items()))
+def test_layout_bytes_add_up(dtype: str, num_bytes: int) -> None:
+    layout = KvLayout(num_layers=3, num_kv_heads=2, head_dim=5, dtype=dtype, block_size=8)
+    assert layout.token_bytes == 2 * 5 * num_bytes
+    assert layout.block_bytes == 8 * layout.token_bytes
+    assert layout.arena_bytes(7) == 3 * 2 * 7 * layout.block_bytes
+    assert layout.span_bytes(Span(0, 8 * 7, 0, 3)) == layout.arena_bytes(7)
+    assert layout.span_bytes(Span(3, 5, 1, 2)) == 2 * 2 * layout.token_bytes
+
+
+@pytest.mark.parametrize(
+    ("span", "is_empty"),
+    [(Span(0, 1, 0, 1), False), (Span(1, 1, 0, 1), True), (Span(0, 1, 1, 1), True), (Span(2, 1, 0, 1), True)],
+)
+def test_a_span_without_tokens_or_layers_is_empty(span: Span, is_empty: bool) -> None:
+    assert span.is_empty is is_empty
+
+
+@pytest.mark.parametrize(("max_tokens", "total"), [(0, 5), (1, 5), (2, 6), (10, 14)])
+def test_the_last_token_of_an_answer_needs_no_kv(max_tokens: int, total: int) -> None:
+    spec = SequenceSpec(SequenceId(REQUEST, 0), (1, 2, 3, 4, 5), SamplingParams(max_tokens))
+    assert spec.max_total_tokens == total
+
+
+@pytest.mark.parametrize(
+    ("token", "num_tokens", "reason"),
+    [
+        (5, 1, None),
+        (5, 3, FinishReason.LENGTH),
+        (9, 1, FinishReason.STOP),
+        (9, 3, FinishReason.STOP),  # a stop token in the last place is a stop, as a client would see it
+    ],
+)
+def test_an_answer_ends_by_stop_token_or_length(token: int, num_tokens: int, reason: FinishReason | None) -> None:
+    assert finish_reason(SamplingParams(max_tokens=3, stop_token_ids=(9,)), token, num_tokens) is reason
+
+
+def test_only_temperature_zero_is_greedy() -> None:
+    assert SamplingParams(1, temperature=0.0).is_greedy
+    assert not SamplingParams(1, temperature=0.01).is_greedy
+
+
+def test_roles_share_out_the_tasks() -> None:
+    assert ROLE_TASKS.keys() == set(Role)
+    assert Task.DECODE not in ROLE_TASKS[Role.PREFILL]
+    assert Task.WHOLE not in ROLE_TASKS[Role.PREFILL]
+    assert Task.PREFILL not in ROLE_TASKS[Role.DECODE]
+    assert ROLE_TASKS[Role.MIXED] == set(Task)
+
+
+def test_the_error_tree_is_the_one_in_the_docstring() -> None:
+    """Indentation in the docstring is inheritance in the code, and nothing is left out."""
+    drawn: dict[str, str] = {}
+    path: list[tuple[int, str]] = []
+    for line in (errors.__doc__ or "").splitlines():
+        name = line.strip().split(" ")[0]
+        cls = getattr(errors, name, None)
+        if not line.startswith("    ") or not isinstance(cls, type):
+            continue
+        indent = len(line) - len(line.lstrip())
+        path = [(depth, parent) for depth, parent in path if depth < indent]
+        drawn[name] = path[-1][1] if path else "Exception"
+        path.append((indent, name))
+    defined = {
+        cls.__name__: cls.__mro__[1].__name__
+        for cls in vars(errors).values()
+        if isinstance(cls, type) and issubclass(cls, Exception)
+    }
+    assert drawn == defined

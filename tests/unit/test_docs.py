@@ -1,0 +1,41 @@
+"""The documentation says what the code says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from disagg.protocol.tables import TABLES
+from disagg.protocol.table import TransitionTable
+
+ROOT = Path(__file__).parents[2]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+
+def section(text: str, name: str) -> str:
+    match = re.search(rf"<!-- table: {re.escape(name)} -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    assert match is not None, f"docs/architecture.md has no table {name}"
+    return match.group(1)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_diagrams_are_generated(table: TransitionTable) -> None:  # type: ignore[type-arg]
+    """`make docs` rewrites them."""
+    assert section(ARCHITECTURE.read_text(), table.name) == f"```mermaid\n{table.diagram()}\n```\n"
+
+
+def test_rooms_are_those_on_disk() -> None:
+    rooms = set(re.findall(r"^\| (?:· )?`(\w+)` \|", ARCHITECTURE.read_text(), re.MULTILINE))
+    on_disk = {path.parent.name for path in (ROOT / "src" / "disagg").glob("*/__init__.py")}
+    assert rooms == on_disk
+
+
+def test_readme_tree_is_the_one_on_disk() -> None:
+    """Every package stands in the README's tree with its purpose, and nothing else does."""
+    readme = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"^\s+(\w+)/\s{2,}\S", readme, re.MULTILINE))
+    on_disk = {path.parent.name for path in (ROOT / "src" / "disagg").glob("*/__init__.py")}
+    assert on_disk <= named, f"missing in README: {on_disk - named}"
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    inner = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
+    assert named <= on_disk | folders | inner, f"only in README: {named - on_disk - folders - inner}"
