@@ -254,9 +254,7 @@ def test_a_span_lies_inside_its_blocks_and_its_runs_neither_touch_nor_overlap_in
     assert len(seen) == where.span_bytes(span)
 
 
-SPANS = st.builds(
-    Span, st.integers(0, 30), st.integers(0, 30), st.integers(0, 4), st.integers(0, 4)
-)
+SPANS = st.builds(Span, st.integers(0, 30), st.integers(0, 30), st.integers(0, 4), st.integers(0, 4))
 
 
 @settings(max_examples=200)

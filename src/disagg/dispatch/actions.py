@@ -28,4 +28,10 @@ class Deliver(msgspec.Struct, frozen=True):
     event: StreamEvent
 
 
-DispatchAction = SendToWorker | RefuseWorker | Deliver
+class LogDecision(msgspec.Struct, frozen=True):
+    """One plain sentence for the log: what was decided and why."""
+
+    text: str
+
+
+DispatchAction = SendToWorker | RefuseWorker | Deliver | LogDecision

@@ -2,7 +2,9 @@
 
   1. submit(): checked against the model's limits, admitted, written into the journal, placed; workers are told.
   2. Tokens come in by position from whoever computed them, repeats are dropped, the next in order are delivered.
-  3. A choice ends by its last token, by a stop string, by a failure or because its client has gone; claims go back.
+  3. When a worker fails or is lost, the journal (prompt, parameters, seed, tokens so far) moves the choice elsewhere as
+     the next attempt: the client sees a pause. Where nobody can take it, it waits for a worker, for a while.
+  4. A choice ends by its last token, by a stop string, by a failure that no move cures, or because its client has gone.
 
 Views of workers are hints: what a worker answers decides.
 """
@@ -19,43 +21,46 @@ from disagg.core.errors import (
     InvalidRequest,
     ModelNotFound,
     Overloaded,
-    PeerLost,
-    TransferFailed,
     Unavailable,
 )
 from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
-from disagg.core.request import EmittedToken, FinishReason, SequenceSpec
+from disagg.core.request import EmittedToken, FinishReason
 from disagg.core.roles import Task
-from disagg.dispatch.actions import Deliver, DispatchAction, RefuseWorker, SendToWorker
+from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
 from disagg.dispatch.events import (
     ChoiceStopped,
     ClientGone,
     DispatchEvent,
+    DrainAsked,
+    TimePassed,
     WorkerLost,
     WorkerMessageReceived,
     WorkerRegistered,
 )
-from disagg.dispatch.registry import Registry
+from disagg.dispatch.open_request import Choice, OpenRequest
+from disagg.dispatch.registry import Registry, WorkerRecord
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, TokensDelivered
-from disagg.policy.admission import default_max_tokens, impossible
-from disagg.policy.routing import Demand, NoPlacement, Path, Placement, choose, what_is_missing
-from disagg.protocol.journal import JournalEntry
-from disagg.protocol.lifecycle import REQUEST_TABLE, RequestState, RequestTrigger
+from disagg.policy.admission import Limits, default_max_tokens, impossible, too_much_claimed
+from disagg.policy.recovery import Recovery, RecoveryLimits, Verdict, after_failure, at_drain, while_unplaced
+from disagg.policy.routing import NoPlacement, Placement, choose, what_is_missing
+from disagg.protocol.lifecycle import ChoiceTrigger
 from disagg.protocol.messages import (
     AbortSequence,
     AnnouncePeers,
     AnswerRegistration,
+    DrainWorker,
     EmitTokens,
     ReportFailure,
     ReportPairing,
     ReportState,
+    RouterToWorker,
     StartSequence,
 )
-from disagg.protocol.table import Machine
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import (
     GENERATED_TOKENS,
     MESSAGES_IGNORED,
+    MOVES,
     PLACEMENTS,
     PROMPT_TOKENS,
     REJECTIONS,
@@ -73,33 +78,9 @@ class DispatcherConfig(msgspec.Struct, frozen=True):
     local_prefill_tokens: int = 512  # longest prompt that a decode worker reads itself; 0: never
     max_open_requests: int = 1024
     beat_interval_s: float = 0.5
-
-
-class _Choice:
-    """One sequence of an open request and who works on it."""
-
-    def __init__(self, entry: JournalEntry, placement: Placement) -> None:
-        self.entry = entry
-        self.placement = placement
-        self.is_over = False
-
-    @property
-    def workers(self) -> tuple[WorkerId, ...]:
-        prefill = self.placement.prefill
-        return (self.placement.decode,) if prefill is None else (self.placement.decode, prefill)
-
-
-class OpenRequest:
-    """A request whose stream has not ended."""
-
-    def __init__(self, request_id: RequestId) -> None:
-        self.machine = Machine(REQUEST_TABLE, str(request_id))
-        self.choices: list[_Choice] = []
-        self.num_cached_tokens = 0
-
-    @property
-    def path(self) -> Path:
-        return self.choices[0].placement.path
+    max_claimed_share: float = 8.0  # promised KV over KV that exists; more is turned away
+    first_token_timeout_s: float = 300.0  # of a placed choice; then it is given up
+    recovery: RecoveryLimits = RecoveryLimits()
 
 
 class Dispatcher:
@@ -110,7 +91,9 @@ class Dispatcher:
         self.counters = Counters()
         self.registry = Registry(config.tokenizer_digests)
         self._requests: dict[RequestId, OpenRequest] = {}
+        self._once_ready: dict[str, Limits] = {}  # of models that could be served at some time
         self._next_number = 0
+        self._now_s = 0.0
         self._actions: list[DispatchAction] = []
         self._handlers: dict[type, Callable[..., None]] = {
             WorkerRegistered: self._on_registered,
@@ -118,6 +101,8 @@ class Dispatcher:
             WorkerMessageReceived: self._on_message,
             ChoiceStopped: self._on_choice_stopped,
             ClientGone: self._on_client_gone,
+            DrainAsked: self._on_drain_asked,
+            TimePassed: lambda event: None,
         }
 
     @property
@@ -138,44 +123,50 @@ class Dispatcher:
             statuses.append(ModelStatus(model, not missing, missing, limits.max_context if limits else None))
         return tuple(statuses)
 
-    def handle(self, event: DispatchEvent) -> list[DispatchAction]:
-        """Take one event in; give back what to do, in order."""
+    def handle(self, event: DispatchEvent, now_s: float) -> list[DispatchAction]:
+        """Take one event in; give back what to do, in order. now_s never goes back."""
+        self._now_s = now_s
         self._handlers[type(event)](event)
+        if not isinstance(event, WorkerMessageReceived) or not isinstance(event.message, EmitTokens):
+            self._place_waiting()
         return self._take_actions()
+
+    def next_wake_s(self) -> float:
+        """When to send TimePassed if nothing else happens; infinity for never."""
+        times = [self._deadline_s(choice) for opened in self._requests.values() for choice in opened.choices]
+        return min(times, default=float("inf"))
 
     # --- requests ----------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest) -> tuple[RequestId, list[DispatchAction]]:
+    def submit(self, request: GenerateRequest, now_s: float) -> tuple[RequestId, list[DispatchAction]]:
         """Open a request. Raises InvalidRequest, ModelNotFound, Unavailable or Overloaded, with nothing left behind."""
+        self._now_s = now_s
         request = self._checked(request)
         request_id = RequestId(self.config.incarnation, self._next_number)
-        opened = OpenRequest(request_id)
-        for index in range(request.num_choices):
-            spec = SequenceSpec(
-                SequenceId(request_id, index), request.prompt_ids, request.sampling, request.priority, request.slo_class
-            )
-            placement = self._place(request)
-            choice = _Choice(JournalEntry(spec), placement)
-            opened.choices.append(choice)
-            self._claim(choice)
-            self._start(choice)
         self._next_number += 1
+        opened = OpenRequest(request_id, request, now_s)
         self._requests[request_id] = opened
         self.counters.add(PROMPT_TOKENS, len(request.prompt_ids))
+        for choice in opened.choices:
+            self._try_place(opened, choice)
         return request_id, self._take_actions()
 
     def _checked(self, request: GenerateRequest) -> GenerateRequest:
-        if request.model not in self.registry.models:
+        model = request.model
+        if model not in self.registry.models:
             self.counters.add(REJECTIONS, label="model_not_found")
             known = ", ".join(self.registry.models)
-            raise ModelNotFound(f"no model {request.model!r} is served here; there is {known}", code="model_not_found")
+            raise ModelNotFound(f"no model {model!r} is served here; there is {known}", code="model_not_found")
         if self.num_open >= self.config.max_open_requests:
             self.counters.add(REJECTIONS, label="too_many_requests")
             text = f"{self.num_open} requests are open, the limit is {self.config.max_open_requests}; try again later"
             raise Overloaded(text, retry_after_s=RETRY_AFTER_S)
-        limits = self.registry.limits(request.model)
-        if limits is None:
-            raise self._unavailable(request.model)
+        # Workers that were there come back: what they could serve may wait for them.
+        limits = self.registry.limits(model) or self._once_ready.get(model)
+        missing = what_is_missing(self.registry.views(model))
+        if limits is None or (missing and model not in self._once_ready):
+            self.counters.add(REJECTIONS, label="unavailable")
+            raise Unavailable(f"model {model} cannot be served now: {missing}", retry_after_s=RETRY_AFTER_S)
         sampling = request.sampling
         if request.is_open_ended:
             most = default_max_tokens(len(request.prompt_ids), limits)
@@ -185,83 +176,119 @@ class Dispatcher:
         if failure is not None:
             self.counters.add(REJECTIONS, label="impossible")
             raise InvalidRequest(failure.message, code="context_length_exceeded")
+        failure = too_much_claimed(self.registry.views(model), self.config.max_claimed_share)
+        if failure is not None:
+            self.counters.add(REJECTIONS, label="overloaded")
+            raise Overloaded(failure.message, retry_after_s=RETRY_AFTER_S)
         return request
-
-    def _place(self, request: GenerateRequest) -> Placement:
-        num_prompt = len(request.prompt_ids)
-        demand = Demand(num_prompt, num_prompt, num_prompt + request.sampling.max_tokens - 1)
-        placement = choose(self.registry.views(request.model), demand, self.config.local_prefill_tokens)
-        if isinstance(placement, NoPlacement):
-            raise self._unavailable(request.model)
-        self.counters.add(PLACEMENTS, label=placement.reason.value)
-        return placement
-
-    def _unavailable(self, model: str) -> Unavailable:
-        self.counters.add(REJECTIONS, label="unavailable")
-        missing = what_is_missing(self.registry.views(model))
-        return Unavailable(f"model {model} cannot be served now: {missing}", retry_after_s=RETRY_AFTER_S)
-
-    def _claim(self, choice: _Choice) -> None:
-        spec, placement = choice.entry.spec, choice.placement
-        decode = self.registry.get(placement.decode)
-        reader = self.registry.get(placement.prefill or placement.decode)
-        if decode is None or reader is None:
-            raise InternalFault(f"placed on {choice.workers}, which are not registered")
-        decode.claimed_blocks[spec.sequence_id] = -(-spec.max_total_tokens // decode.card.layout.block_size)
-        reader.waiting_tokens[spec.sequence_id] = len(spec.prompt_ids)
-
-    def _start(self, choice: _Choice) -> None:
-        """Decode hears first, so that it expects the hand-off when prefill asks."""
-        spec, placement = choice.entry.spec, choice.placement
-        decode = self.registry.get(placement.decode)
-        prefill = self.registry.get(placement.prefill) if placement.prefill is not None else None
-        if decode is None or prefill is None:
-            self._tell(placement.decode, StartSequence(spec, Task.WHOLE, attempt=1))
-            return
-        to_decode = StartSequence(spec, Task.DECODE, 1, prefill.card.worker_id, prefill.card.incarnation)
-        to_prefill = StartSequence(spec, Task.PREFILL, 1, decode.card.worker_id, decode.card.incarnation)
-        self._tell(decode.card.worker_id, to_decode)
-        self._tell(prefill.card.worker_id, to_prefill)
 
     def _on_choice_stopped(self, event: ChoiceStopped) -> None:
         opened = self._requests.get(event.request_id)
-        if opened is None or opened.choices[event.choice].is_over:
+        if opened is None or not opened.choices[event.choice].is_open:
             return
         choice = opened.choices[event.choice]
-        self._abort(choice, "a stop string was matched")
         choice.entry.finish = FinishReason.STOP
-        self._end_choice(event.request_id, opened, choice)
+        self._abort(choice, "a stop string was matched")
+        self._end_choice(opened, choice, ChoiceTrigger.ANSWER_ENDED)
 
     def _on_client_gone(self, event: ClientGone) -> None:
         opened = self._requests.get(event.request_id)
-        if opened is None:
-            return
-        opened.machine.fire(RequestTrigger.CLIENT_GONE)
-        self._close(event.request_id, opened, "the client has gone")
+        if opened is not None:
+            self._end_all(opened, ChoiceTrigger.CLIENT_GONE, "the client has gone", "aborted")
 
-    def _end_choice(self, request_id: RequestId, opened: OpenRequest, choice: _Choice) -> None:
-        choice.is_over = True
-        self.registry.release(choice.entry.sequence_id, choice.workers)
-        if all(each.is_over for each in opened.choices):
-            opened.machine.fire(RequestTrigger.LAST_CHOICE_FINISHED)
-            self._close(request_id, opened, "finished")
+    def _give_up(self, opened: OpenRequest, error: DisaggError) -> None:
+        self._actions.append(Deliver(opened.request_id, RequestFailed(error)))
+        self._end_all(opened, ChoiceTrigger.GIVEN_UP, str(error), "failed")
 
-    def _fail(self, request_id: RequestId, opened: OpenRequest, error: DisaggError) -> None:
-        opened.machine.fire(RequestTrigger.SEQUENCE_FAILED)
-        self._actions.append(Deliver(request_id, RequestFailed(error)))
-        self._close(request_id, opened, str(error))
-
-    def _close(self, request_id: RequestId, opened: OpenRequest, reason: str) -> None:
+    def _end_all(self, opened: OpenRequest, trigger: ChoiceTrigger, reason: str, outcome: str) -> None:
         for choice in opened.choices:
-            if not choice.is_over:
+            if choice.is_open:
                 self._abort(choice, reason)
-                self.registry.release(choice.entry.sequence_id, choice.workers)
-        self.counters.add(REQUESTS, label=opened.machine.state.value.lower())
-        del self._requests[request_id]
+                choice.machine.fire(trigger)
+        self._close(opened, outcome)
 
-    def _abort(self, choice: _Choice, reason: str) -> None:
+    def _end_choice(self, opened: OpenRequest, choice: Choice, trigger: ChoiceTrigger) -> None:
+        choice.machine.fire(trigger)
+        self.registry.release(choice.sequence_id, choice.workers)
+        if not any(each.is_open for each in opened.choices):
+            self._close(opened, "finished")
+
+    def _close(self, opened: OpenRequest, outcome: str) -> None:
+        self.counters.add(REQUESTS, label=outcome)
+        del self._requests[opened.request_id]
+
+    # --- placement ---------------------------------------------------------------------------------------------
+
+    def _place_waiting(self) -> None:
+        """Everything that no worker has: place it, or give it up when its time is over."""
+        for opened in list(self._requests.values()):
+            for choice in opened.choices:
+                if choice.is_placed and self._deadline_s(choice) <= self._now_s:
+                    seconds = self.config.first_token_timeout_s
+                    text = f"no token came within {seconds:g} s: the workers are overloaded; try again later"
+                    self._give_up(opened, Unavailable(text, retry_after_s=RETRY_AFTER_S))
+                    break
+                if choice.is_open and not choice.is_placed and not self._try_place(opened, choice):
+                    break
+
+    def _try_place(self, opened: OpenRequest, choice: Choice) -> bool:
+        """False when the request is over: nobody could take this choice for too long."""
+        placement = choose(self.registry.views(opened.model), choice.demand(), self.config.local_prefill_tokens)
+        if isinstance(placement, NoPlacement):
+            recovery = while_unplaced(self._now_s - choice.unplaced_since_s, placement.missing, self.config.recovery)
+            if recovery.verdict is Verdict.GIVE_UP:
+                why = f"{choice.last_reason}; {recovery.reason}" if choice.last_reason else recovery.reason
+                self._give_up(opened, Unavailable(why, retry_after_s=RETRY_AFTER_S))
+                return False
+            return True
+        choice.attempt += 1
+        choice.placement = placement
+        choice.unplaced_since_s = self._now_s
+        choice.machine.fire(ChoiceTrigger.WORKERS_TOLD)
+        self.counters.add(PLACEMENTS, label=placement.reason.value)
+        self._claim(choice, placement)
+        self._start(choice, placement)
+        return True
+
+    def _claim(self, choice: Choice, placement: Placement) -> None:
+        decode = self._record(placement.decode)
+        reader = self._record(placement.prefill or placement.decode)
+        spec = choice.entry.spec
+        decode.claimed_blocks[spec.sequence_id] = -(-spec.max_total_tokens // decode.card.layout.block_size)
+        reader.waiting_tokens[spec.sequence_id] = choice.demand().num_prompt_tokens
+
+    def _start(self, choice: Choice, placement: Placement) -> None:
+        """Decode hears first, so that it expects the hand-off when prefill asks."""
+        spec, attempt, emitted = choice.entry.spec, choice.attempt, choice.emitted_ids
+        if placement.prefill is None:
+            self._tell(placement.decode, StartSequence(spec, Task.WHOLE, attempt, emitted))
+            return
+        decode, prefill = self._record(placement.decode).card, self._record(placement.prefill).card
+        choice.read_by = prefill.worker_id
+        for worker, peer, task in ((decode, prefill, Task.DECODE), (prefill, decode, Task.PREFILL)):
+            start = StartSequence(spec, task, attempt, emitted, peer.worker_id, peer.incarnation)
+            self._tell(worker.worker_id, start)
+
+    def _move(self, opened: OpenRequest, choice: Choice, reason: str, label: str) -> None:
+        """Take it from its workers; it is placed again before handle() returns, if anybody can take it."""
+        text = f"moving {choice.sequence_id} after {len(choice.entry.tokens)} tokens: {reason}"
+        self._actions.append(LogDecision(text))
+        self.counters.add(MOVES, label=label)
+        self._abort(choice, reason)
+        choice.last_reason = reason
+        choice.unplaced_since_s = self._now_s
+        choice.machine.fire(ChoiceTrigger.WORKER_FAILED)
+
+    def _abort(self, choice: Choice, reason: str) -> None:
         for worker_id in choice.workers:
-            self._tell(worker_id, AbortSequence(choice.entry.sequence_id, reason))
+            self._tell(worker_id, AbortSequence(choice.sequence_id, choice.attempt, reason))
+        self.registry.release(choice.sequence_id, choice.workers)
+
+    def _deadline_s(self, choice: Choice) -> float:
+        if choice.is_placed:
+            is_waiting = not choice.entry.tokens
+            return choice.unplaced_since_s + self.config.first_token_timeout_s if is_waiting else float("inf")
+        return choice.unplaced_since_s + self.config.recovery.max_unplaced_s if choice.is_open else float("inf")
 
     # --- workers -----------------------------------------------------------------------------------------------
 
@@ -274,24 +301,45 @@ class Dispatcher:
             return
         # The same process on a new connection: it dropped everything when it lost the old one.
         self._on_lost(WorkerLost(card.worker_id, card.incarnation, "it registered again"))
-        self.registry.add(card)
+        self.registry.add(card, is_draining=event.is_draining)
         self._tell(card.worker_id, answer)
         self._announce()
+        self._note_ready(card.pool.model)
 
     def _on_lost(self, event: WorkerLost) -> None:
         if not self.registry.remove(event.worker_id, event.incarnation):
             return
-        for request_id, opened in list(self._requests.items()):
-            # A lost prefill worker is the decode worker's to judge: it knows whether it has all it needs.
-            if any(choice.placement.decode == event.worker_id and not choice.is_over for choice in opened.choices):
-                error = PeerLost(f"worker {event.worker_id}, which was writing the answer, was lost: {event.reason}")
-                self._fail(request_id, opened, error)
+        # A lost prefill worker is the decode worker's to judge: it knows whether it has all it needs.
+        for opened, choice in self._choices_written_by(event.worker_id):
+            text = f"worker {event.worker_id}, which was writing the answer, was lost: {event.reason}"
+            self._recover(opened, choice, Failure(FailureKind.WORKER_LOST, text))
         self._announce()
+
+    def _choices_written_by(self, worker_id: WorkerId) -> list[tuple[OpenRequest, Choice]]:
+        return [
+            (opened, choice)
+            for opened in self._requests.values()
+            for choice in opened.choices
+            if choice.is_placed and choice.placement is not None and choice.placement.decode == worker_id
+        ]
+
+    def _recover(self, opened: OpenRequest, choice: Choice, failure: Failure) -> None:
+        if not choice.is_placed:  # another choice's failure has ended the request
+            return
+        recovery = after_failure(failure.kind, failure.message, choice.attempt, self.config.recovery)
+        if recovery.verdict is Verdict.MOVE:
+            self._move(opened, choice, recovery.reason, failure.kind.value)
+        else:
+            self._give_up(opened, error_of(failure, recovery))
 
     def _announce(self) -> None:
         for record in self.registry.records():
-            peers = self.registry.peers_to_meet(record.card)
-            self._tell(record.card.worker_id, AnnouncePeers(peers))
+            self._tell(record.card.worker_id, AnnouncePeers(self.registry.peers_to_meet(record.card)))
+
+    def _note_ready(self, model: str) -> None:
+        limits = self.registry.limits(model)
+        if limits is not None and not what_is_missing(self.registry.views(model)):
+            self._once_ready[model] = limits
 
     def _on_message(self, event: WorkerMessageReceived) -> None:
         record = self.registry.get(event.worker_id)
@@ -299,60 +347,103 @@ class Dispatcher:
         if record is None or record.card.incarnation != event.incarnation:
             self.counters.add(MESSAGES_IGNORED, label=type(message).__name__)
         elif isinstance(message, EmitTokens):
-            self._on_tokens(event.worker_id, message)
+            self._on_tokens(record, message)
         elif isinstance(message, ReportFailure):
-            self._on_failure(message)
+            self._on_failure(record, message)
         elif isinstance(message, ReportState):
             record.state = message.state
+            if message.is_draining and not record.is_draining:
+                self._start_drain(record)
         elif isinstance(message, ReportPairing):
             if message.failure is None:
                 record.partners[message.peer] = message.peer_incarnation
                 record.refusals.pop(message.peer, None)
+                self._note_ready(record.card.pool.model)
             else:
                 record.partners.pop(message.peer, None)
                 record.refusals[message.peer] = message.failure
 
-    def _on_tokens(self, worker_id: WorkerId, message: EmitTokens) -> None:
+    def _on_drain_asked(self, event: DrainAsked) -> None:
+        record = self.registry.get(event.worker_id)
+        if record is not None and not record.is_draining:
+            self._tell(event.worker_id, DrainWorker())
+            self._start_drain(record)
+
+    def _start_drain(self, record: WorkerRecord) -> None:
+        """No new work; long answers go elsewhere, short ones end here."""
+        record.is_draining = True
+        self._actions.append(LogDecision(f"worker {record.card.worker_id} drains"))
+        for opened, choice in self._choices_written_by(record.card.worker_id):
+            placement = choose(self.registry.views(opened.model), choice.demand(), self.config.local_prefill_tokens)
+            recovery = at_drain(
+                choice.num_remaining_tokens,
+                has_other_worker=isinstance(placement, Placement),
+                limits=self.config.recovery,
+            )
+            if recovery.verdict is Verdict.MOVE:
+                self._move(opened, choice, recovery.reason, "drain")
+
+    def _on_tokens(self, record: WorkerRecord, message: EmitTokens) -> None:
+        worker_id = record.card.worker_id
         for prompt in message.prompts:
-            record = self.registry.get(worker_id)
-            opened = self._requests.get(prompt.sequence_id.request_id)
-            if record is not None:
-                record.waiting_tokens.pop(prompt.sequence_id, None)
-            if opened is not None:
-                opened.num_cached_tokens = max(opened.num_cached_tokens, prompt.num_cached_tokens)
+            choice = self._choice(prompt.attempt_id.sequence_id)
+            if choice is not None and choice.attempt == prompt.attempt_id.attempt:
+                record.waiting_tokens.pop(choice.sequence_id, None)
+                if choice.attempt == 1:  # what a retry finds cached is this request's own
+                    choice.num_cached_tokens = prompt.num_cached_tokens
         by_sequence: dict[SequenceId, list[EmittedToken]] = {}
         for token in message.tokens:
             by_sequence.setdefault(token.sequence_id, []).append(token)
         for sequence_id, tokens in by_sequence.items():
-            self._deliver(sequence_id, tokens)
+            choice = self._choice(sequence_id)
+            if choice is None or not choice.is_open or worker_id not in choice.workers:
+                self.counters.add(MESSAGES_IGNORED, label="token")
+            else:
+                self._deliver(self._requests[sequence_id.request_id], choice, tokens)
 
-    def _deliver(self, sequence_id: SequenceId, tokens: list[EmittedToken]) -> None:
+    def _choice(self, sequence_id: SequenceId) -> Choice | None:
         opened = self._requests.get(sequence_id.request_id)
-        if opened is None:
-            self.counters.add(MESSAGES_IGNORED, label="token")
-            return
-        choice = opened.choices[sequence_id.choice]
+        return opened.choices[sequence_id.choice] if opened is not None else None
+
+    def _deliver(self, opened: OpenRequest, choice: Choice, tokens: list[EmittedToken]) -> None:
         fresh = [new for token in tokens for new in choice.entry.record(token)]
         if not fresh:
             return
-        opened.machine.fire(RequestTrigger.TOKEN_RECEIVED)
         self.counters.add(GENERATED_TOKENS, len(fresh))
-        delivered = TokensDelivered(sequence_id.choice, tuple(fresh), choice.entry.finish)
-        self._actions.append(Deliver(sequence_id.request_id, delivered))
+        delivered = TokensDelivered(choice.sequence_id.choice, tuple(fresh), choice.entry.finish)
+        self._actions.append(Deliver(opened.request_id, delivered))
         if choice.entry.finish is not None:
-            self._end_choice(sequence_id.request_id, opened, choice)
+            self._end_choice(opened, choice, ChoiceTrigger.ANSWER_ENDED)
 
-    def _on_failure(self, message: ReportFailure) -> None:
-        request_id = message.sequence_id.request_id
-        opened = self._requests.get(request_id)
-        if opened is None or opened.choices[message.sequence_id.choice].is_over:
+    def _on_failure(self, record: WorkerRecord, message: ReportFailure) -> None:
+        worker_id = record.card.worker_id
+        choice = self._choice(message.sequence_id)
+        if choice is None or not choice.is_placed or choice.attempt != message.attempt:
             self.counters.add(MESSAGES_IGNORED, label=type(message).__name__)
             return
-        self._fail(request_id, opened, error_of(message.failure))
+        if choice.placement is not None and worker_id == choice.placement.decode:
+            choice.kept_on, choice.num_kept_tokens = worker_id, message.num_kept_tokens
+        if message.failure.kind is FailureKind.WORKER_LOST:
+            self._doubt_pairing(choice)
+        elif message.failure.kind in (FailureKind.INTERNAL, FailureKind.TRANSFER_FAILED, FailureKind.WRONG_ROLE):
+            choice.failed_workers.add(worker_id)
+        self._recover(self._requests[message.sequence_id.request_id], choice, message.failure)
 
-    def _tell(
-        self, worker_id: WorkerId, message: AnswerRegistration | AnnouncePeers | StartSequence | AbortSequence
-    ) -> None:
+    def _doubt_pairing(self, choice: Choice) -> None:
+        """One end has lost the other. Not used until the source has said again how it stands: it is asked to."""
+        placement = choice.placement
+        source = self.registry.get(placement.prefill) if placement is not None and placement.prefill else None
+        if placement is not None and source is not None:
+            source.partners.pop(placement.decode, None)
+            self._tell(source.card.worker_id, AnnouncePeers(self.registry.peers_to_meet(source.card)))
+
+    def _record(self, worker_id: WorkerId) -> WorkerRecord:
+        record = self.registry.get(worker_id)
+        if record is None:
+            raise InternalFault(f"placed on {worker_id}, which is not registered")
+        return record
+
+    def _tell(self, worker_id: WorkerId, message: RouterToWorker) -> None:
         self._actions.append(SendToWorker(worker_id, message))
 
     def _take_actions(self) -> list[DispatchAction]:
@@ -362,30 +453,18 @@ class Dispatcher:
     def check_invariants(self) -> None:
         self.registry.check_invariants()
         self.counters.check_invariants()
-        open_ids = set()
-        for request_id, opened in self._requests.items():
-            if opened.machine.state not in (RequestState.PLACED, RequestState.STREAMING):
-                raise InternalFault(f"request {request_id} is {opened.machine.state} and still open")
-            for choice in opened.choices:
-                choice.entry.check_invariants()
-                if not choice.is_over:
-                    open_ids.add(choice.entry.sequence_id)
+        placed = set()
+        for opened in self._requests.values():
+            opened.check_invariants()
+            placed |= {choice.sequence_id for choice in opened.choices if choice.is_placed}
         for record in self.registry.records():
-            stale = (record.claimed_blocks.keys() | record.waiting_tokens.keys()) - open_ids
+            stale = (record.claimed_blocks.keys() | record.waiting_tokens.keys()) - placed
             if stale:
-                raise InternalFault(f"worker {record.card.worker_id} has claims of ended sequences: {sorted(stale)}")
+                raise InternalFault(f"worker {record.card.worker_id} has claims of {sorted(stale)}, not placed there")
 
 
-def error_of(failure: Failure) -> DisaggError:
-    """The exception that a failure on the wire stands for."""
-    match failure.kind:
-        case FailureKind.INVALID_REQUEST:
-            return InvalidRequest(failure.message)
-        case FailureKind.OVERLOADED:
-            return Overloaded(failure.message, retry_after_s=RETRY_AFTER_S)
-        case FailureKind.WORKER_LOST | FailureKind.LEASE_EXPIRED:
-            return PeerLost(failure.message)
-        case FailureKind.TRANSFER_FAILED | FailureKind.CANCELLED:
-            return TransferFailed(failure.message)
-        case _:
-            return InternalFault(failure.message)
+def error_of(failure: Failure, recovery: Recovery) -> DisaggError:
+    """What the client is told of a failure that no move cures."""
+    if failure.kind is FailureKind.INVALID_REQUEST:
+        return InvalidRequest(failure.message)
+    return Unavailable(recovery.reason, retry_after_s=RETRY_AFTER_S)

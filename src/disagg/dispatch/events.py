@@ -10,6 +10,7 @@ class WorkerRegistered(msgspec.Struct, frozen=True):
     """First message of a worker's connection."""
 
     card: WorkerCard
+    is_draining: bool = False
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
@@ -41,4 +42,16 @@ class ClientGone(msgspec.Struct, frozen=True):
     request_id: RequestId
 
 
-DispatchEvent = WorkerRegistered | WorkerLost | WorkerMessageReceived | ChoiceStopped | ClientGone
+class DrainAsked(msgspec.Struct, frozen=True):
+    """An operator wants this worker to end."""
+
+    worker_id: WorkerId
+
+
+class TimePassed(msgspec.Struct, frozen=True):
+    """Nothing happened but time."""
+
+
+DispatchEvent = (
+    WorkerRegistered | WorkerLost | WorkerMessageReceived | ChoiceStopped | ClientGone | DrainAsked | TimePassed
+)

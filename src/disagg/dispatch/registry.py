@@ -17,6 +17,7 @@ class WorkerRecord:
     def __init__(self, card: WorkerCard) -> None:
         self.card = card
         self.state = WorkerState()
+        self.is_draining = False
         self.partners: dict[WorkerId, Incarnation] = {}
         self.refusals: dict[WorkerId, Failure] = {}
         self.claimed_blocks: dict[SequenceId, int] = {}
@@ -72,8 +73,10 @@ class Registry:
             return Failure(FailureKind.OVERLOADED, text)  # it may be a dead one whose end was not seen yet
         return None
 
-    def add(self, card: WorkerCard) -> None:
-        self._records[card.worker_id] = WorkerRecord(card)
+    def add(self, card: WorkerCard, *, is_draining: bool) -> None:
+        record = WorkerRecord(card)
+        record.is_draining = is_draining
+        self._records[card.worker_id] = record
 
     def remove(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
         """False when this incarnation is not the registered one."""
@@ -88,7 +91,9 @@ class Registry:
         return tuple(record.card for record in self._records.values() if is_handoff_pair(card, record.card))
 
     def views(self, model: str) -> list[WorkerView]:
-        return [record.view(self._live_partners(record)) for record in self.records(model)]
+        """Workers that take new work."""
+        records = [record for record in self.records(model) if not record.is_draining]
+        return [record.view(self._live_partners(record)) for record in records]
 
     def limits(self, model: str) -> Limits | None:
         """Of the largest workers that can write an answer; None while there are none."""

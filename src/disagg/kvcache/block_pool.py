@@ -4,7 +4,7 @@ free -> held | reserved
 reserved -> held | quarantined | free
 held (refcount >= 1) -> free | cached
 cached (refcount 0, in the prefix index) -> held | free
-quarantined -> free
+quarantined -> free | held (what was complete and verified)
 """
 
 import enum
@@ -107,6 +107,12 @@ class BlockPool:
     def unquarantine(self, blocks: Sequence[BlockId]) -> None:
         for block in blocks:
             self._set_free(block, BlockState.QUARANTINED)
+
+    def salvage(self, blocks: Sequence[BlockId]) -> None:
+        """The fence holds and the contents are complete and verified: held once each."""
+        for block in blocks:
+            self._move(block, BlockState.QUARANTINED, BlockState.HELD)
+            self._refcounts[block] = 1
 
     def check_invariants(self) -> None:
         recount = {state: self._states.count(state) for state in BlockState}

@@ -28,8 +28,12 @@ class Allocation(msgspec.Struct, frozen=True):
         return self.blocks[self.num_cached : self.num_cached + self.num_reserved]
 
     @property
-    def held(self) -> tuple[BlockId, ...]:
-        return self.blocks[: self.num_cached] + self.blocks[self.num_cached + self.num_reserved :]
+    def cached(self) -> tuple[BlockId, ...]:
+        return self.blocks[: self.num_cached]
+
+    @property
+    def empty(self) -> tuple[BlockId, ...]:
+        return self.blocks[self.num_cached + self.num_reserved :]
 
 
 class KvCache:
@@ -58,25 +62,48 @@ class KvCache:
         """Tokens of the longest cached prefix, in whole blocks, at most max_tokens."""
         return len(self._match(hashes, max_tokens)) * self.block_size
 
-    def try_allocate(self, hashes: Sequence[BlockHash], max_cached: int, num_tokens: int) -> Allocation | None:
-        """Hold the longest cached prefix (at most max_cached tokens) and take blocks for num_tokens in all."""
-        return self._try(hashes, max_cached, num_reserved_tokens=0, num_tokens=num_tokens)
+    def try_allocate(
+        self, hashes: Sequence[BlockHash], max_cached: int, num_tokens: int, num_spare: int = 0
+    ) -> Allocation | None:
+        """Hold the longest cached prefix (at most max_cached tokens) and take blocks for num_tokens in all.
 
-    def try_reserve(self, hashes: Sequence[BlockHash], num_prompt_tokens: int, num_tokens: int) -> Allocation | None:
+        None when that would leave fewer than num_spare blocks available.
+        """
+        return self._try(hashes, max_cached, num_reserved_tokens=0, num_tokens=num_tokens, num_spare=num_spare)
+
+    def try_extend(self, num_blocks: int) -> list[BlockId] | None:
+        """Held, empty blocks; evicts if need be."""
+        return self.pool.try_take(num_blocks) if self._evict_until_free(num_blocks) else None
+
+    def try_reserve(
+        self, hashes: Sequence[BlockHash], num_prompt_tokens: int, num_tokens: int, num_spare: int = 0
+    ) -> Allocation | None:
         """Hold the longest cached prefix, reserve the rest of the prompt for a peer, take blocks for the answer."""
-        return self._try(hashes, num_prompt_tokens, num_reserved_tokens=num_prompt_tokens, num_tokens=num_tokens)
+        return self._try(
+            hashes,
+            num_prompt_tokens,
+            num_reserved_tokens=num_prompt_tokens,
+            num_tokens=num_tokens,
+            num_spare=num_spare,
+        )
 
     def confirm(self, allocation: Allocation) -> None:
         """The peer's writes are complete: the reserved blocks are held like the others."""
         self.pool.confirm(allocation.reserved)
 
     def quarantine(self, allocation: Allocation) -> None:
-        """Give up a reservation a peer may still write to: keep the reserved blocks apart, release the held."""
+        """Give up a reservation a peer may still write to: keep the reserved blocks apart, and the prefix held."""
         self.pool.quarantine(allocation.reserved)
-        self.release(allocation.held)
+        self.release(allocation.empty)
 
-    def unquarantine(self, blocks: Sequence[BlockId]) -> None:
-        self.pool.unquarantine(blocks)
+    def end_quarantine(self, allocation: Allocation, hashes: Sequence[BlockHash], num_kept: int) -> None:
+        """The fence holds. The first num_kept blocks are complete and verified: they go into the index."""
+        num_kept = max(num_kept, allocation.num_cached)
+        kept = allocation.blocks[allocation.num_cached : num_kept]
+        self.pool.salvage(kept)
+        self.pool.unquarantine(allocation.reserved[len(kept) :])
+        self.commit(hashes[:num_kept], allocation.blocks, allocation.num_cached)
+        self.release(allocation.blocks[:num_kept])
 
     def commit(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId], first: int) -> None:
         """Index full, verified blocks [first, len(hashes)) of a chain whose blocks the caller holds.
@@ -110,7 +137,7 @@ class KvCache:
         return self._index.match(hashes[: max_tokens // self.block_size])
 
     def _try(
-        self, hashes: Sequence[BlockHash], max_cached: int, *, num_reserved_tokens: int, num_tokens: int
+        self, hashes: Sequence[BlockHash], max_cached: int, *, num_reserved_tokens: int, num_tokens: int, num_spare: int
     ) -> Allocation | None:
         cached = self._match(hashes, max_cached)
         num_total = self.num_blocks_for(num_tokens)
@@ -118,7 +145,7 @@ class KvCache:
         num_new = max(0, num_total - len(cached))
         num_reserved = min(num_reserved, num_new)
         num_pinned = sum(1 for block in cached if self.pool.state(block) is BlockState.CACHED)
-        if num_new > self.num_available - num_pinned:
+        if num_new + num_spare > self.num_available - num_pinned:
             return None
         self._hold(cached)
         if not self._evict_until_free(num_new):

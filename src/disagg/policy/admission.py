@@ -1,8 +1,12 @@
 """Can this ever be served, and may it be tried now?"""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from disagg.core.errors import Failure, FailureKind
+from disagg.core.roles import Role
+from disagg.policy.routing import WorkerView
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -43,3 +47,13 @@ def impossible(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> Failu
 def default_max_tokens(num_prompt_tokens: int, limits: Limits) -> int:
     """As far as context and KV pool go, for a request that names no max_tokens; at least 1."""
     return max(1, min(limits.max_context, limits.max_pool_tokens + 1) - num_prompt_tokens)
+
+
+def too_much_claimed(workers: Sequence[WorkerView], max_share: float) -> Failure | None:
+    """Why a request is turned away now: the writers have promised max_share times the KV they have, or more."""
+    writers = [view for view in workers if view.role is not Role.PREFILL]
+    shares = [view.num_claimed_blocks / view.num_blocks for view in writers]
+    if not shares or min(shares) < max_share:
+        return None
+    text = f"open requests have been promised {min(shares):.1f} times the KV there is, the limit is {max_share:g}"
+    return Failure(FailureKind.OVERLOADED, f"{text}; try again later")

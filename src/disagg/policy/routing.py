@@ -27,6 +27,7 @@ class PlacementReason(enum.StrEnum):
     MIXED_WORKER = "mixed_worker"
     SHORT_PROMPT = "short_prompt"
     LONG_PROMPT = "long_prompt"
+    NO_PREFILL_WORKER = "no_prefill_worker"  # a fallback: none is there, or none is paired with the decode worker
     PREFILL_POOL_TOO_SMALL = "prefill_pool_too_small"  # a fallback: no paired prefill worker can hold the prompt
 
 
@@ -63,35 +64,53 @@ class NoPlacement(msgspec.Struct, frozen=True):
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What one sequence will take, in tokens."""
+    """What one sequence will take, in tokens, and where some of its KV may still be."""
 
-    num_prompt_tokens: int
-    num_uncached_tokens: int  # of the prompt
+    num_prompt_tokens: int  # to be read: prompt, and answer tokens that are known already
+    num_uncached_tokens: int  # of those, not known to be cached on preferred_decode
     num_total_tokens: int  # prompt and answer
+    preferred_decode: WorkerId | None = None
+    preferred_prefill: WorkerId | None = None
+    excluded: frozenset[WorkerId] = frozenset()  # they failed it; taken only when nobody else is there
 
 
 def choose(workers: Sequence[WorkerView], demand: Demand, local_prefill_tokens: int) -> Placement | NoPlacement:
     """Place one sequence.
 
-    local_prefill_tokens: most uncached tokens that a decode worker reads itself; 0 means never, whatever the length.
+    local_prefill_tokens: most uncached tokens that a decode worker reads itself; 0 means never, but for the fallbacks
+    that their reasons name.
     """
-    pairs = usable_pairs(workers)
-    mixed = [view for view in workers if view.role is Role.MIXED]
-    decode_side = [*mixed, *{decode.worker_id: decode for _, decode in pairs}.values()]
-    if not decode_side:
+    writers = [view for view in workers if view.role is not Role.PREFILL]
+    writers = [view for view in writers if view.worker_id not in demand.excluded] or writers
+    if not writers:
         return NoPlacement(what_is_missing(workers))
-    fitting = [view for view in decode_side if view.num_pool_tokens >= demand.num_total_tokens] or decode_side
-    decode = min(fitting, key=_decode_load)
+    sources = _sources_by_decode(workers, demand)
+    # A decode worker without a prefill partner is second choice to anything that works as intended.
+    whole = [view for view in writers if view.role is Role.MIXED or sources.get(view.worker_id)] or writers
+    fitting = [view for view in whole if view.num_pool_tokens >= demand.num_total_tokens] or whole
+    decode = min(fitting, key=lambda view: (view.worker_id != demand.preferred_decode, *_decode_load(view)))
     if decode.role is Role.MIXED:
         return Placement(Path.MIXED, PlacementReason.MIXED_WORKER, decode.worker_id)
-    if demand.num_uncached_tokens <= local_prefill_tokens:
+    uncached = demand.num_uncached_tokens
+    if decode.worker_id != demand.preferred_decode:
+        uncached = demand.num_prompt_tokens
+    if uncached <= local_prefill_tokens:
         return Placement(Path.LOCAL, PlacementReason.SHORT_PROMPT, decode.worker_id)
-    sources = [source for source, target in pairs if target.worker_id == decode.worker_id]
-    sources = [source for source in sources if source.num_pool_tokens >= demand.num_prompt_tokens]
-    if not sources:
-        return Placement(Path.LOCAL, PlacementReason.PREFILL_POOL_TOO_SMALL, decode.worker_id)
-    prefill = min(sources, key=_prefill_load)
+    partners = sources.get(decode.worker_id, [])
+    able = [view for view in partners if view.num_pool_tokens >= demand.num_prompt_tokens]
+    if not able:
+        reason = PlacementReason.PREFILL_POOL_TOO_SMALL if partners else PlacementReason.NO_PREFILL_WORKER
+        return Placement(Path.LOCAL, reason, decode.worker_id)
+    prefill = min(able, key=lambda view: (view.worker_id != demand.preferred_prefill, *_prefill_load(view)))
     return Placement(Path.REMOTE, PlacementReason.LONG_PROMPT, decode.worker_id, prefill.worker_id)
+
+
+def _sources_by_decode(workers: Sequence[WorkerView], demand: Demand) -> dict[WorkerId, list[WorkerView]]:
+    sources: dict[WorkerId, list[WorkerView]] = {}
+    for source, target in usable_pairs(workers):
+        if source.worker_id not in demand.excluded:
+            sources.setdefault(target.worker_id, []).append(source)
+    return sources
 
 
 def usable_pairs(workers: Iterable[WorkerView]) -> list[tuple[WorkerView, WorkerView]]:

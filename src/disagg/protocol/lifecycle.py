@@ -1,4 +1,4 @@
-"""The life of a sequence on one worker, and of a request at the router, as tables."""
+"""The life of a sequence on one worker, and of one choice of a request at the router, as tables."""
 
 import enum
 
@@ -25,6 +25,7 @@ class SequenceTrigger(enum.StrEnum):
     DROPPED = "dropped"  # aborted or failed, nothing in use
     DROPPED_IN_USE = "dropped in use"
     RELEASED = "released"
+    PREEMPTED = "preempted"  # its blocks went to an older sequence; it starts over by reading what it has written
 
 
 _S, _T = SequenceState, SequenceTrigger
@@ -43,6 +44,7 @@ SEQUENCE_TABLE: TransitionTable[SequenceState, SequenceTrigger] = TransitionTabl
         (_S.RECEIVING, _T.FINISHED): _S.ENDED,  # a prefix for the index: nothing to decode
         (_S.RECEIVING, _T.DROPPED_IN_USE): _S.CLOSING,
         (_S.DECODING, _T.FINISHED): _S.ENDED,
+        (_S.DECODING, _T.PREEMPTED): _S.WAITING,
         (_S.DECODING, _T.DROPPED): _S.ENDED,
         (_S.DECODING, _T.DROPPED_IN_USE): _S.CLOSING,
         (_S.HANDING_OFF, _T.FINISHED): _S.ENDED,
@@ -53,32 +55,34 @@ SEQUENCE_TABLE: TransitionTable[SequenceState, SequenceTrigger] = TransitionTabl
 )
 
 
-class RequestState(enum.StrEnum):
-    PLACED = "PLACED"  # workers have been told
-    STREAMING = "STREAMING"  # at least one token has reached the router
+class ChoiceState(enum.StrEnum):
+    UNPLACED = "UNPLACED"  # no worker has it: just opened, or its worker failed
+    PLACED = "PLACED"
     FINISHED = "FINISHED"
     FAILED = "FAILED"
     ABORTED = "ABORTED"
 
 
-class RequestTrigger(enum.StrEnum):
-    TOKEN_RECEIVED = "token received"
-    LAST_CHOICE_FINISHED = "last choice finished"
-    SEQUENCE_FAILED = "sequence failed"
+class ChoiceTrigger(enum.StrEnum):
+    WORKERS_TOLD = "workers told"
+    WORKER_FAILED = "worker failed"
+    ANSWER_ENDED = "answer ended"  # by its last token or a stop string
+    GIVEN_UP = "given up"
     CLIENT_GONE = "client gone"
 
 
-_R, _RT = RequestState, RequestTrigger
-REQUEST_TABLE: TransitionTable[RequestState, RequestTrigger] = TransitionTable(
-    "request",
-    _R.PLACED,
+_C, _CT = ChoiceState, ChoiceTrigger
+CHOICE_TABLE: TransitionTable[ChoiceState, ChoiceTrigger] = TransitionTable(
+    "choice",
+    _C.UNPLACED,
     {
-        (_R.PLACED, _RT.TOKEN_RECEIVED): _R.STREAMING,
-        (_R.PLACED, _RT.SEQUENCE_FAILED): _R.FAILED,
-        (_R.PLACED, _RT.CLIENT_GONE): _R.ABORTED,
-        (_R.STREAMING, _RT.TOKEN_RECEIVED): _R.STREAMING,
-        (_R.STREAMING, _RT.LAST_CHOICE_FINISHED): _R.FINISHED,
-        (_R.STREAMING, _RT.SEQUENCE_FAILED): _R.FAILED,
-        (_R.STREAMING, _RT.CLIENT_GONE): _R.ABORTED,
+        (_C.UNPLACED, _CT.WORKERS_TOLD): _C.PLACED,
+        (_C.UNPLACED, _CT.ANSWER_ENDED): _C.FINISHED,  # by a token that was on its way when the worker failed
+        (_C.UNPLACED, _CT.GIVEN_UP): _C.FAILED,
+        (_C.UNPLACED, _CT.CLIENT_GONE): _C.ABORTED,
+        (_C.PLACED, _CT.WORKER_FAILED): _C.UNPLACED,
+        (_C.PLACED, _CT.ANSWER_ENDED): _C.FINISHED,
+        (_C.PLACED, _CT.GIVEN_UP): _C.FAILED,
+        (_C.PLACED, _CT.CLIENT_GONE): _C.ABORTED,
     },
 )

@@ -1,7 +1,8 @@
 """Every message that crosses a control connection.
 
     worker -> router   RegisterWorker, ReportPairing, EmitTokens, ReportFailure, ReportState
-    router -> worker   AnswerRegistration, AnnouncePeers, StartSequence, AbortSequence
+    router -> worker   AnswerRegistration, AnnouncePeers, StartSequence, AbortSequence, DrainWorker
+    operator -> router RequestDrain, answered by AnswerDrain
     worker -> worker   RequestPairing, AnswerPairing, RequestReservation, AnswerReservation,
                        FinishPrefill, TakeHandoff, CancelHandoff, RenewLeases
     any direction      Beat
@@ -78,6 +79,7 @@ class RegisterWorker(msgspec.Struct, frozen=True, array_like=True, tag="register
     """First message of a worker's connection to a router."""
 
     card: WorkerCard
+    is_draining: bool = False
 
 
 class ReportPairing(msgspec.Struct, frozen=True, array_like=True, tag="report_pairing"):
@@ -91,7 +93,7 @@ class ReportPairing(msgspec.Struct, frozen=True, array_like=True, tag="report_pa
 class PromptReport(msgspec.Struct, frozen=True, array_like=True):
     """Sent with the first token by the worker that computed it: how the prompt was read."""
 
-    sequence_id: SequenceId
+    attempt_id: HandoffId
     num_cached_tokens: int  # prompt tokens answered by this worker's prefix index
     num_computed_tokens: int
 
@@ -122,6 +124,7 @@ class ReportFailure(msgspec.Struct, frozen=True, array_like=True, tag="report_fa
     sequence_id: SequenceId
     attempt: int
     failure: Failure
+    num_kept_tokens: int = 0  # longest prefix whose KV stays in this worker's prefix index
 
 
 class ReportState(msgspec.Struct, frozen=True, array_like=True, tag="report_state"):
@@ -129,6 +132,13 @@ class ReportState(msgspec.Struct, frozen=True, array_like=True, tag="report_stat
 
     role: Role
     state: WorkerState
+    is_draining: bool = False
+
+
+class RequestDrain(msgspec.Struct, frozen=True, array_like=True, tag="request_drain"):
+    """First and only message of an operator's connection to the control port: drain this worker."""
+
+    worker_id: WorkerId
 
 
 # --- router -> worker -------------------------------------------------------------------------------------------
@@ -142,6 +152,12 @@ class AnswerRegistration(msgspec.Struct, frozen=True, array_like=True, tag="answ
     failure: Failure | None = None
 
 
+class AnswerDrain(msgspec.Struct, frozen=True, array_like=True, tag="answer_drain"):
+    """failure is None when the worker has been told."""
+
+    failure: Failure | None = None
+
+
 class AnnouncePeers(msgspec.Struct, frozen=True, array_like=True, tag="announce_peers"):
     """All workers this one should pair with; who is missing has left."""
 
@@ -149,20 +165,30 @@ class AnnouncePeers(msgspec.Struct, frozen=True, array_like=True, tag="announce_
 
 
 class StartSequence(msgspec.Struct, frozen=True, array_like=True, tag="start_sequence"):
-    """One worker's part of one sequence. peer: the other end of the hand-off, if there is one."""
+    """One worker's part of one sequence. peer: the other end of the hand-off, if there is one.
+
+    emitted_ids: tokens of the answer that are known already; whoever reads the prompt reads them too and goes on after
+    the last. A higher attempt replaces a lower one of the same sequence.
+    """
 
     spec: SequenceSpec
     task: Task
     attempt: int
+    emitted_ids: tuple[int, ...] = ()
     peer: WorkerId | None = None
     peer_incarnation: Incarnation | None = None
 
 
 class AbortSequence(msgspec.Struct, frozen=True, array_like=True, tag="abort_sequence"):
-    """Drop a sequence wherever it stands. Unknown ids are ignored and counted."""
+    """Drop attempts up to this one, wherever they stand. Unknown ids are ignored and counted."""
 
     sequence_id: SequenceId
+    attempt: int
     reason: str
+
+
+class DrainWorker(msgspec.Struct, frozen=True, array_like=True, tag="drain_worker"):
+    """Take no new work, finish or give away what there is, then end."""
 
 
 # --- worker -> worker -------------------------------------------------------------------------------------------
@@ -243,8 +269,8 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     number: int
 
 
-WorkerToRouter = RegisterWorker | ReportPairing | EmitTokens | ReportFailure | ReportState | Beat
-RouterToWorker = AnswerRegistration | AnnouncePeers | StartSequence | AbortSequence | Beat
+WorkerToRouter = RegisterWorker | ReportPairing | EmitTokens | ReportFailure | ReportState | RequestDrain | Beat
+RouterToWorker = AnswerRegistration | AnswerDrain | AnnouncePeers | StartSequence | AbortSequence | DrainWorker | Beat
 WorkerToWorker = (
     RequestPairing
     | AnswerPairing

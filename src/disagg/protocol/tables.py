@@ -3,7 +3,7 @@
 from typing import Any
 
 from disagg.protocol.handoff import DESTINATION_TABLE, SOURCE_TABLE
-from disagg.protocol.lifecycle import REQUEST_TABLE, SEQUENCE_TABLE
+from disagg.protocol.lifecycle import CHOICE_TABLE, SEQUENCE_TABLE
 from disagg.protocol.table import TransitionTable
 
-TABLES: tuple[TransitionTable[Any, Any], ...] = (SEQUENCE_TABLE, SOURCE_TABLE, DESTINATION_TABLE, REQUEST_TABLE)
+TABLES: tuple[TransitionTable[Any, Any], ...] = (SEQUENCE_TABLE, SOURCE_TABLE, DESTINATION_TABLE, CHOICE_TABLE)

@@ -25,6 +25,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     min_push_bytes: int = 256 * 1024  # smaller layer groups wait for the next layer
     max_push_bytes: int = 4 * 1024 * 1024  # larger spans are cut, so that hand-offs interleave
     lease_s: float = 30.0  # how long either end keeps things without hearing from the other
+    answer_headroom: int = 64  # answer tokens that need room at admission; more is taken as the answer grows
     retry_s: float = 0.005  # before a refused reservation is asked again
     starvation_s: float = 2.0  # a sequence refused this long may not be overtaken any more
     reserve_ahead: int = 2  # step budgets of prompt work that may hold reservations at once

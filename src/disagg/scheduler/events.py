@@ -19,6 +19,10 @@ class RouterLost(msgspec.Struct, frozen=True):
     """Nobody is there to take tokens any more."""
 
 
+class DrainRequested(msgspec.Struct, frozen=True):
+    """This worker is to end: no new work from now on."""
+
+
 class PeerPaired(msgspec.Struct, frozen=True):
     """A peer has been met and found compatible."""
 
@@ -96,6 +100,7 @@ class ClockTicked(msgspec.Struct, frozen=True):
 Event = (
     RouterMessageReceived
     | RouterLost
+    | DrainRequested
     | PeerPaired
     | PeerMessageReceived
     | PeerLost

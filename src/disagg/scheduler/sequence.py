@@ -1,7 +1,7 @@
 """One sequence on one worker."""
 
-from disagg.core.ids import BlockId, SequenceId
-from disagg.core.request import EmittedToken, FinishReason, SequenceSpec, finish_reason
+from disagg.core.ids import BlockId, HandoffId, SequenceId
+from disagg.core.request import FinishReason, SequenceSpec, finish_reason
 from disagg.core.roles import Task
 from disagg.kvcache.block_hash import BlockHash
 from disagg.protocol.lifecycle import SEQUENCE_TABLE, SequenceState
@@ -14,11 +14,13 @@ from disagg.scheduler.source import HandoffSource
 class Sequence:
     """Token ids, sampling parameters and blocks, and how far each has got.
 
-    positions 0 .. num_computed-1      KV written here or received
-              num_computed .. len-1    known tokens without KV: prompt still to read, or the last output token
+    positions 0 .. num_computed-1            KV written here or received
+              num_computed .. num_to_read-1    known before decoding starts: prompt, and an earlier attempt's answer
+              .. len(prompt)+len(answer)-1     written here; the last one has no KV yet
     """
 
     __slots__ = (
+        "answer_ids",
         "arrival",
         "attempt",
         "blocks",
@@ -30,14 +32,16 @@ class Sequence:
         "num_committed",
         "num_computed",
         "num_received",
-        "output",
+        "num_to_read",
         "refused_since_s",
         "source",
         "spec",
         "task",
     )
 
-    def __init__(self, spec: SequenceSpec, task: Task, attempt: int, arrival: int) -> None:
+    def __init__(
+        self, spec: SequenceSpec, task: Task, attempt: int, arrival: int, emitted_ids: tuple[int, ...] = ()
+    ) -> None:
         self.spec = spec
         self.task = task
         self.attempt = attempt
@@ -48,7 +52,8 @@ class Sequence:
         self.destination: HandoffDestination | None = None
         self.blocks: tuple[BlockId, ...] = ()
         self.hashes: list[BlockHash] = []
-        self.output: list[EmittedToken] = []
+        self.answer_ids = list(emitted_ids)
+        self.num_to_read = len(spec.prompt_ids) + len(emitted_ids)
         self.num_computed = 0
         self.num_cached = 0
         self.num_received = 0
@@ -60,53 +65,76 @@ class Sequence:
         return self.spec.sequence_id
 
     @property
+    def attempt_id(self) -> HandoffId:
+        return HandoffId(self.spec.sequence_id, self.attempt)
+
+    @property
     def state(self) -> SequenceState:
         return self.machine.state
+
+    @property
+    def is_live(self) -> bool:
+        return self.state not in (SequenceState.CLOSING, SequenceState.ENDED)
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.spec.prompt_ids)
 
     @property
-    def num_remaining_prompt_tokens(self) -> int:
-        return max(0, self.num_prompt_tokens - self.num_computed)
+    def num_unread_tokens(self) -> int:
+        """Known tokens whose KV is still to be computed before decoding starts."""
+        return max(0, self.num_to_read - self.num_computed)
 
     @property
-    def num_tokens_to_hold(self) -> int:
-        """Tokens that need room here: with an answer to write, all of it; else the prompt."""
-        writes_answer = self.task in (Task.WHOLE, Task.DECODE)
-        return self.spec.max_total_tokens if writes_answer else self.num_prompt_tokens
+    def writes_answer(self) -> bool:
+        return self.task in (Task.WHOLE, Task.DECODE)
+
+    def num_tokens_to_hold(self, headroom: int) -> int:
+        """Tokens that need room at the start: what is to be read, and `headroom` of an answer written here."""
+        if not self.writes_answer:
+            return self.num_to_read
+        return min(self.spec.max_total_tokens, self.num_to_read + headroom)
 
     def finish_reason(self) -> FinishReason | None:
-        if not self.output:
+        if not self.answer_ids:
             return None
-        return finish_reason(self.spec.sampling, self.output[-1].token_id, len(self.output))
+        return finish_reason(self.spec.sampling, self.answer_ids[-1], len(self.answer_ids))
 
-    def token_ids(self, stop: int) -> tuple[int, ...]:
-        """The first `stop` tokens of prompt and answer."""
-        missing = stop - self.num_prompt_tokens
-        if missing <= 0:
-            return self.spec.prompt_ids[:stop]
-        return self.spec.prompt_ids + tuple(token.token_id for token in self.output[:missing])
+    def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
+        """Tokens [start, stop) of prompt and answer."""
+        num_prompt = self.num_prompt_tokens
+        if stop <= num_prompt:
+            return self.spec.prompt_ids[start:stop]
+        answer = tuple(self.answer_ids[max(0, start - num_prompt) : stop - num_prompt])
+        return self.spec.prompt_ids[start:] + answer
+
+    def start_over(self) -> None:
+        """Preempted: its blocks are gone, all tokens so far are to be read again."""
+        self.task = Task.WHOLE
+        self.num_to_read = self.num_prompt_tokens + len(self.answer_ids)
+        self.num_computed = self.num_cached = self.num_received = self.num_committed = 0
+        self.hashes.clear()
+        self.destination = None
 
     def prompt_row(self, num_tokens: int) -> StepRow:
-        """The next chunk of the prompt; the last one samples the first token of the answer."""
+        """The next chunk of what is to be read; the last one samples the next token of the answer."""
         stop = self.num_computed + num_tokens
         return StepRow(
             sequence_id=self.sequence_id,
-            token_ids=self.spec.prompt_ids[self.num_computed : stop],
+            token_ids=self.token_ids(self.num_computed, stop),
             position=self.num_computed,
             block_table=self.blocks,
-            sampling=self.spec.sampling if stop == self.num_prompt_tokens else None,
+            sampling=self.spec.sampling if stop == self.num_to_read else None,
+            output_position=len(self.answer_ids),
         )
 
     def decode_row(self) -> StepRow:
         """The last token of the answer, to get the next."""
         return StepRow(
             sequence_id=self.sequence_id,
-            token_ids=(self.output[-1].token_id,),
+            token_ids=(self.answer_ids[-1],),
             position=self.num_computed,
             block_table=self.blocks,
             sampling=self.spec.sampling,
-            output_position=len(self.output),
+            output_position=len(self.answer_ids),
         )

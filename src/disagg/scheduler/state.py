@@ -1,9 +1,10 @@
 """What the parts of one worker's scheduler share: blocks, sequences, peers, counters, and the actions so far."""
 
+from collections import OrderedDict
+
 from disagg.core.errors import Failure, InternalFault
-from disagg.core.ids import BlockId, SequenceId, WorkerId
+from disagg.core.ids import BlockId, HandoffId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken
-from disagg.core.roles import Task
 from disagg.kvcache.block_hash import root_hash
 from disagg.kvcache.block_pool import BlockState
 from disagg.kvcache.kv_cache import KvCache
@@ -20,9 +21,12 @@ from disagg.protocol.messages import (
 )
 from disagg.scheduler.actions import Action, RevokeGrant, SendToPeer, SendToRouter, StopPushes
 from disagg.scheduler.config import SchedulerConfig
+from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.sequence import Sequence
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import HANDOFF_BYTES, HANDOFFS, MESSAGES_IGNORED, SEQUENCES
+
+MAX_REMEMBERED = 4096  # ended attempts
 
 _LIVE_SOURCE = (SourceState.QUEUED, SourceState.ASKING, SourceState.OPEN, SourceState.DRAINING, SourceState.DELIVERED)
 _LIVE_DESTINATION = (DestinationState.EXPECTED, DestinationState.RECEIVING, DestinationState.COMPLETE)
@@ -34,16 +38,33 @@ class SchedulerState:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.role = config.role
+        self.is_draining = False
         root = root_hash(config.model_digest, config.numerics.value)
         self.cache = KvCache(config.num_blocks, config.layout.block_size, root)
         self.counters = Counters()
-        self.sequences: dict[SequenceId, Sequence] = {}  # in order of arrival
+        # In order of arrival. An attempt that was dropped stays until nothing uses its blocks any more.
+        self.sequences: dict[HandoffId, Sequence] = {}
         self.peers: dict[WorkerId, WorkerCard] = {}
         self.now_s = 0.0
+        self._live: dict[SequenceId, Sequence] = {}
+        self._ended: OrderedDict[HandoffId, None] = OrderedDict()  # so that a late repeat starts nothing
         self._actions: list[Action] = []
         self._tokens: list[EmittedToken] = []
         self._prompts: list[PromptReport] = []
         self._reports: list[SequenceReport] = []
+
+    # --- sequences ---------------------------------------------------------------------------------------------
+
+    def live(self, sequence_id: SequenceId) -> Sequence | None:
+        """The attempt that is under way."""
+        return self._live.get(sequence_id)
+
+    def add(self, sequence: Sequence) -> None:
+        self.sequences[sequence.attempt_id] = sequence
+        self._live[sequence.sequence_id] = sequence
+
+    def has_seen(self, attempt_id: HandoffId) -> bool:
+        return attempt_id in self.sequences or attempt_id in self._ended
 
     # --- what the loop will do ---------------------------------------------------------------------------------
 
@@ -57,9 +78,8 @@ class SchedulerState:
         self._tokens.append(token)
 
     def report_prompt(self, sequence: Sequence) -> None:
-        self._prompts.append(
-            PromptReport(sequence.sequence_id, sequence.num_cached, sequence.num_prompt_tokens - sequence.num_cached)
-        )
+        num_computed = sequence.num_to_read - sequence.num_cached
+        self._prompts.append(PromptReport(sequence.attempt_id, sequence.num_cached, num_computed))
 
     def take_actions(self) -> list[Action]:
         """All tokens and reports since the last call travel in one message, before anything else."""
@@ -82,6 +102,11 @@ class SchedulerState:
         """Sequences that hold blocks to compute or receive into."""
         return sum(1 for sequence in self.sequences.values() if sequence.state is not SequenceState.WAITING)
 
+    @property
+    def num_spare_blocks(self) -> int:
+        """Blocks to leave at an admission: running streams grow, and preempting them would cost more than waiting."""
+        return sum(1 for sequence in self.sequences.values() if sequence.state is SequenceState.DECODING)
+
     def must_wait(self, sequence: Sequence) -> bool:
         """Too many run already, or somebody older has been refused room for too long to be overtaken again."""
         if self.num_running >= self.config.budget.max_running:
@@ -99,13 +124,13 @@ class SchedulerState:
         """This worker's part has ended well."""
         sequence.machine.fire(SequenceTrigger.FINISHED)
         source = sequence.source
-        reason = sequence.finish_reason() if sequence.task in (Task.WHOLE, Task.DECODE) else None
+        reason = sequence.finish_reason() if sequence.writes_answer else None
         self._reports.append(
             SequenceReport(
                 sequence_id=sequence.sequence_id,
                 task=sequence.task,
                 finish_reason=reason,
-                num_computed_tokens=min(sequence.num_computed, sequence.num_prompt_tokens)
+                num_computed_tokens=min(sequence.num_computed, sequence.num_to_read)
                 - sequence.num_cached
                 - sequence.num_received,
                 num_received_tokens=sequence.num_received,
@@ -122,15 +147,16 @@ class SchedulerState:
 
     def fail(self, sequence: Sequence, failure: Failure) -> None:
         """Give up, tell the router and the peer why."""
-        if sequence.state in (SequenceState.CLOSING, SequenceState.ENDED):
-            return
-        self.act(SendToRouter(ReportFailure(sequence.sequence_id, sequence.attempt, failure)))
-        self.drop(sequence, failure)
+        if sequence.is_live:
+            kept = self._num_kept_blocks(sequence) * self.cache.block_size
+            self.act(SendToRouter(ReportFailure(sequence.sequence_id, sequence.attempt, failure, kept)))
+            self.drop(sequence, failure)
 
     def drop(self, sequence: Sequence, failure: Failure, *, tell_peer: bool = True) -> None:
         """Give up. Blocks go back at once, or when the step, the writes and the fence that use them are over."""
-        if sequence.state in (SequenceState.CLOSING, SequenceState.ENDED):
+        if not sequence.is_live:
             return
+        self._live.pop(sequence.sequence_id, None)
         in_use = sequence.is_in_step
         in_use |= self._cancel_source(sequence, failure, tell_peer=tell_peer)
         in_use |= self._cancel_destination(sequence, failure, tell_peer=tell_peer)
@@ -155,7 +181,26 @@ class SchedulerState:
     def _forget(self, sequence: Sequence) -> None:
         self.cache.release(sequence.blocks)
         sequence.blocks = ()
-        del self.sequences[sequence.sequence_id]
+        del self.sequences[sequence.attempt_id]
+        if self._live.get(sequence.sequence_id) is sequence:
+            del self._live[sequence.sequence_id]
+        self._ended[sequence.attempt_id] = None
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def _num_kept_blocks(self, sequence: Sequence) -> int:
+        """Blocks from the start that stay in the index when the sequence is dropped now."""
+        destination = sequence.destination
+        if destination is not None and destination.allocation is not None:
+            return destination.complete_until() // self.cache.block_size
+        return sequence.num_committed
+
+    def end_quarantine(self, sequence: Sequence, destination: HandoffDestination) -> None:
+        """The fence holds: keep what is complete and verified, free the rest."""
+        if destination.allocation is not None:
+            num_kept = self._num_kept_blocks(sequence)
+            self.cache.end_quarantine(destination.allocation, sequence.hashes, num_kept)
+        self.end_if_unused(sequence)
 
     def _cancel_source(self, sequence: Sequence, failure: Failure, *, tell_peer: bool) -> bool:
         """True when the transport may still read our blocks."""
@@ -196,15 +241,18 @@ class SchedulerState:
         pool = self.cache.pool
         users = [0] * pool.num_blocks
         apart: dict[BlockState, set[BlockId]] = {BlockState.RESERVED: set(), BlockState.QUARANTINED: set()}
-        for sequence in self.sequences.values():
+        for attempt_id, sequence in self.sequences.items():
+            if sequence.is_live != (self._live.get(attempt_id.sequence_id) is sequence):
+                raise InternalFault(f"{attempt_id} is {sequence.state} and listed otherwise")
             held = [*sequence.blocks]
             destination = sequence.destination
             if destination is not None and destination.allocation is not None:
                 destination.check_invariants()
                 if destination.state in (DestinationState.RECEIVING, DestinationState.COMPLETE):
-                    held += destination.allocation.held
+                    held += destination.allocation.cached + destination.allocation.empty
                     apart[BlockState.RESERVED].update(destination.allocation.reserved)
                 elif destination.state is DestinationState.FENCING:
+                    held += destination.allocation.cached
                     apart[BlockState.QUARANTINED].update(destination.allocation.reserved)
             for block in held:
                 users[block] += 1

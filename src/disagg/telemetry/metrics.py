@@ -39,6 +39,7 @@ LANDINGS_REJECTED = Metric("disagg_landings_rejected_total", _C, "Pushes that ar
 RESERVATIONS_REFUSED = Metric("disagg_reservations_refused_total", _C, "Reservations refused here.", "reason")
 SEQUENCES = Metric("disagg_sequences_total", _C, "Sequences that ended here.", "outcome")
 MESSAGES_IGNORED = Metric("disagg_messages_ignored_total", _C, "Late, repeated or unknown messages.", "message")
+PREEMPTIONS = Metric("disagg_preemptions_total", _C, "Streams that gave up their blocks to older ones.")
 BLOCKS_EVICTED = Metric("disagg_blocks_evicted_total", _C, "Cached blocks given up for new ones.")
 PAIRINGS_REFUSED = Metric("disagg_pairings_refused_total", _C, "Peers that cannot exchange KV with this worker.")
 
@@ -52,6 +53,7 @@ WORKER_UP = Metric("disagg_worker_up", _G, "1 while the worker is connected.")
 # --- counted by the router ---------------------------------------------------------------------------------------
 REQUESTS = Metric("disagg_requests_total", _C, "Requests that ended.", "outcome")
 REQUESTS_OPEN = Metric("disagg_requests_open", _G, "Requests under way.")
+MOVES = Metric("disagg_moves_total", _C, "Sequences taken from a worker and placed again, by cause.", "cause")
 PLACEMENTS = Metric("disagg_placements_total", _C, "Sequences placed, by path and reason.", "reason")
 REJECTIONS = Metric("disagg_rejections_total", _C, "Requests turned away.", "reason")
 TTFT_SECONDS = Metric("disagg_ttft_seconds", _H, "Request received to first token sent.", "path", _SECONDS)
@@ -74,6 +76,7 @@ WORKER_METRICS: tuple[Metric, ...] = (
     RESERVATIONS_REFUSED,
     SEQUENCES,
     MESSAGES_IGNORED,
+    PREEMPTIONS,
     BLOCKS_EVICTED,
     PAIRINGS_REFUSED,
     BLOCKS,
@@ -85,6 +88,7 @@ WORKER_METRICS: tuple[Metric, ...] = (
 ROUTER_METRICS: tuple[Metric, ...] = (
     REQUESTS,
     REQUESTS_OPEN,
+    MOVES,
     PLACEMENTS,
     REJECTIONS,
     TTFT_SECONDS,

@@ -14,12 +14,14 @@ from disagg.core.ids import Incarnation, RequestId, WorkerId
 from disagg.core.request import FinishReason
 from disagg.core.roles import HandoffMode, Numerics, Role
 from disagg.core.spans import KvLayout
-from disagg.dispatch.actions import Deliver, DispatchAction, RefuseWorker, SendToWorker
+from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
 from disagg.dispatch.dispatcher import Dispatcher, DispatcherConfig
 from disagg.dispatch.events import (
     ChoiceStopped,
     ClientGone,
     DispatchEvent,
+    DrainAsked,
+    TimePassed,
     WorkerLost,
     WorkerMessageReceived,
     WorkerRegistered,
@@ -69,17 +71,22 @@ class VirtualCluster:
         timing: Timing | None = None,
         chances: Chances | None = None,
         max_open_requests: int = 1024,
+        max_claimed_share: float = 1e9,
     ) -> None:
         self.time = VirtualTime(seed, timing or Timing(), chances or Chances(), self._check)
         self.workers: dict[WorkerId, VirtualWorker] = {}
         self.answers: dict[RequestId, Answer] = {}
         self._incarnations = count(1)
+        self._links = count(1)
+        self._router_links: dict[WorkerId, int] = {}
+        self._wake_s = float("inf")
         self.dispatcher = Dispatcher(
             DispatcherConfig(
                 incarnation=Incarnation(0),
                 tokenizer_digests={MODEL: "t"},
                 local_prefill_tokens=local_prefill_tokens,
                 max_open_requests=max_open_requests,
+                max_claimed_share=max_claimed_share,
             )
         )
 
@@ -91,6 +98,7 @@ class VirtualCluster:
         role: Role,
         *,
         num_blocks: int = 64,
+        answer_headroom: int = 4,
         block_size: int = 4,
         chunk_tokens: int = 16,
         mixed_chunk_tokens: int = 8,
@@ -126,13 +134,12 @@ class VirtualCluster:
             handoff_mode=mode,
             min_push_bytes=min_push_bytes,
             max_push_bytes=512,
+            answer_headroom=answer_headroom,
             lease_s=lease_s,
         )
         worker = VirtualWorker(self.time, card, config, self.from_worker)
         self.workers[card.worker_id] = worker
-        self.time.after(
-            self.time.jittered(self.time.timing.message_s), lambda: self._tell_dispatcher(WorkerRegistered(card))
-        )
+        self.time.after(self.time.jittered(self.time.timing.message_s), partial(self._register, worker))
         return worker
 
     def kill(self, name: str) -> None:
@@ -140,6 +147,50 @@ class VirtualCluster:
         worker = self.workers.pop(WorkerId(name))
         worker.is_alive = False
         self.time.note(name, "killed")
+        self._notice_loss(worker)
+
+    def pause(self, name: str, duration_s: float, *, is_noticed: bool) -> None:
+        """Like SIGSTOP and SIGCONT. Noticed: silent for longer than the others wait; its connections are closed."""
+        worker = self.workers[WorkerId(name)]
+        self.time.note(name, f"paused for {duration_s:.3f} s")
+        worker.pause()
+        if is_noticed:
+            self.time.after(duration_s / 2, partial(self._notice_loss, worker))
+        self.time.after(duration_s + 0.1, partial(self._resume, worker, is_noticed=is_noticed))
+
+    def cut(self, source: str, target: str) -> None:
+        """The control connection between two workers breaks; they meet again a little later."""
+        one, other = self.workers.get(WorkerId(source)), self.workers.get(WorkerId(target))
+        if one is None or other is None or one.peers.get(other.worker_id) is not other:
+            return
+        self.time.note(source, f"cut from {target}")
+        self._part(one, other)
+        self._part(other, one)
+        self.time.after(self.time.jittered(0.02), partial(self._pair, one, other))
+
+    def drain(self, name: str) -> None:
+        self._tell_dispatcher(DrainAsked(WorkerId(name)))
+
+    def _register(self, worker: VirtualWorker) -> None:
+        if worker.is_alive:
+            worker.router_link = self._router_links[worker.worker_id] = next(self._links)
+            self._tell_dispatcher(WorkerRegistered(worker.card, worker.scheduler.is_draining))
+
+    def _resume(self, worker: VirtualWorker, *, is_noticed: bool) -> None:
+        if not worker.is_alive:
+            return
+        self.time.note(worker.worker_id, "resumed")
+        worker.resume()
+        if is_noticed:
+            # Its connections were closed meanwhile: it sees their ends and registers again.
+            for peer in list(worker.peers.values()):
+                self._part(peer, worker)
+                self._part(worker, peer)
+            worker.handle(events.RouterLost())
+            self._register(worker)
+
+    def _notice_loss(self, worker: VirtualWorker) -> None:
+        self._router_links.pop(worker.worker_id, None)
         lost = WorkerLost(worker.worker_id, worker.card.incarnation, "its connection ended")
         self.time.after(self.time.jittered(self.time.timing.detect_s), lambda: self._tell_dispatcher(lost))
         for peer in list(worker.peers.values()):
@@ -149,14 +200,21 @@ class VirtualCluster:
         if peer.peers.get(gone.worker_id) is gone:
             peer.handle(events.PeerLost(gone.worker_id, gone.card.incarnation, "its connection ended"))
             peer.peers.pop(gone.worker_id, None)
+            peer.links.pop(gone.worker_id, None)
 
     def _pair(self, source: VirtualWorker, target: VirtualWorker) -> None:
-        if not source.is_alive or not target.is_alive or source.peers.get(target.worker_id) is target:
+        """Connect if they are not, and report how it stands."""
+        if not source.is_alive or not target.is_alive:
+            return
+        is_known, is_half_known = source.peers.get(target.worker_id) is target, source.worker_id in target.peers
+        if source.is_paused or target.is_paused or is_known != is_half_known:
+            self.time.after(0.05, partial(self._pair, source, target))
             return
         failure = pairing_failure(source.card, target.card)
-        if failure is None:
+        if failure is None and not is_known:
             source.peers[target.worker_id] = target
             target.peers[source.worker_id] = source
+            source.links[target.worker_id] = target.links[source.worker_id] = next(self._links)
             source.handle(events.PeerPaired(target.card))
             target.handle(events.PeerPaired(source.card))
         report = ReportPairing(target.worker_id, target.card.incarnation, failure)
@@ -166,7 +224,7 @@ class VirtualCluster:
 
     def submit(self, request: GenerateRequest) -> RequestId:
         """Raises what Dispatcher.submit raises."""
-        request_id, actions = self.dispatcher.submit(request)
+        request_id, actions = self.dispatcher.submit(request, self.time.now_s)
         self.answers[request_id] = Answer(request)
         self._act(actions)
         return request_id
@@ -180,14 +238,25 @@ class VirtualCluster:
         self._tell_dispatcher(ChoiceStopped(request_id, choice))
 
     def from_worker(self, worker: VirtualWorker, message: WorkerToRouter) -> None:
-        if worker.is_alive:
+        if worker.is_alive and self._router_links.get(worker.worker_id) == worker.router_link:
             self._tell_dispatcher(WorkerMessageReceived(worker.worker_id, worker.card.incarnation, message))
 
     def _tell_dispatcher(self, event: DispatchEvent) -> None:
         self.time.note("router", event)
-        self._act(self.dispatcher.handle(event))
+        self._act(self.dispatcher.handle(event, self.time.now_s))
+
+    def _set_wake(self) -> None:
+        wake_s = self.dispatcher.next_wake_s()
+        if wake_s < self._wake_s:
+            self._wake_s = wake_s
+            self.time.at(wake_s, self._wake)
+
+    def _wake(self) -> None:
+        self._wake_s = float("inf")
+        self._tell_dispatcher(TimePassed())
 
     def _act(self, actions: list[DispatchAction]) -> None:
+        self._set_wake()
         for action in actions:
             match action:
                 case SendToWorker():
@@ -196,7 +265,7 @@ class VirtualCluster:
                         self.time.deliver("router", action.worker_id, partial(self._to_worker, worker, action.message))
                 case Deliver():
                     self._to_client(action)
-                case RefuseWorker():
+                case RefuseWorker() | LogDecision():
                     self.time.note("router", action)
 
     def _to_worker(self, worker: VirtualWorker, message: RouterToWorker) -> None:
@@ -205,7 +274,7 @@ class VirtualCluster:
                 peer = self.workers.get(card.worker_id)
                 if peer is not None and peer.card.incarnation == card.incarnation:
                     self.time.after(self.time.jittered(self.time.timing.message_s), partial(self._pair, worker, peer))
-        else:
+        elif self._router_links.get(worker.worker_id) == worker.router_link:
             worker.handle(events.RouterMessageReceived(message))
 
     def _to_client(self, action: Deliver) -> None:

@@ -40,6 +40,10 @@ class VirtualWorker:
         self.engine = FakeEngine(card.layout, card.num_blocks)
         self.scheduler = Scheduler(config)
         self.is_alive = True
+        self.is_paused = False
+        self._paused_events: list[events.Event] = []
+        self.links: dict[WorkerId, int] = {}  # numbers of connections: no message outlives its own
+        self.router_link = 0
         self.grants: dict[bytes, WorkerId] = {}
         self.writing: dict[bytes, float] = {}  # until when a begun write may still touch the arena
         self.peers: dict[WorkerId, VirtualWorker] = {}
@@ -53,6 +57,9 @@ class VirtualWorker:
     def handle(self, event: events.Event) -> None:
         if not self.is_alive:
             return
+        if self.is_paused:
+            self._paused_events.append(event)
+            return
         time = self._time
         time.note(self.worker_id, event)
         for action in self.scheduler.handle(event, time.now_s):
@@ -63,6 +70,17 @@ class VirtualWorker:
             self._wake_s = wake_s
             if wake_s < float("inf"):
                 time.at(max(wake_s, time.now_s + 1e-6), lambda: self._wake(wake_s))
+
+    def pause(self) -> None:
+        """From now on events wait."""
+        self.is_paused = True
+
+    def resume(self) -> None:
+        """Take the events that waited, in order."""
+        self.is_paused = False
+        waiting, self._paused_events = self._paused_events, []
+        for event in waiting:
+            self.handle(event)
 
     def _wake(self, wake_s: float) -> None:
         if self._wake_s == wake_s:
@@ -77,7 +95,9 @@ class VirtualWorker:
             case SendToPeer():
                 peer = self.peers.get(action.peer)
                 if peer is not None:
-                    time.deliver(self.worker_id, peer.worker_id, lambda: self._to_peer(peer, action.message))
+                    link = self.links[peer.worker_id]
+                    act = partial(self._to_peer, peer, link, action.message)
+                    time.deliver(self.worker_id, peer.worker_id, act)
             case RunStep():
                 self._run(action)
             case OpenGrant():
@@ -95,8 +115,8 @@ class VirtualWorker:
                 stop_s = time.jittered(time.timing.write_s * 2)
                 time.after(stop_s, lambda: self.handle(events.WritesStopped(handoff_id)))
 
-    def _to_peer(self, peer: "VirtualWorker", message: WorkerToWorker) -> None:
-        if peer.peers.get(self.worker_id) is self:
+    def _to_peer(self, peer: "VirtualWorker", link: int, message: WorkerToWorker) -> None:
+        if peer.links.get(self.worker_id) == link:
             peer.handle(events.PeerMessageReceived(self.worker_id, message))
 
     def _run(self, action: RunStep) -> None:

@@ -1,0 +1,106 @@
+"""One client request while it is open: its choices, who works on each, and what became of them."""
+
+from disagg.core.errors import InternalFault
+from disagg.core.ids import RequestId, SequenceId, WorkerId
+from disagg.core.request import SequenceSpec
+from disagg.dispatch.stream import GenerateRequest
+from disagg.policy.routing import Demand, Path, Placement
+from disagg.protocol.journal import JournalEntry
+from disagg.protocol.lifecycle import CHOICE_TABLE, ChoiceState
+from disagg.protocol.table import Machine
+
+
+class Choice:
+    """One sequence: its journal entry, where it is placed, and what failed it before."""
+
+    def __init__(self, spec: SequenceSpec, now_s: float) -> None:
+        self.entry = JournalEntry(spec)
+        self.machine = Machine(CHOICE_TABLE, str(spec.sequence_id))
+        self.placement: Placement | None = None
+        self.attempt = 0
+        self.unplaced_since_s = now_s
+        self.last_reason = ""  # why it was moved
+        self.num_cached_tokens = 0
+        # Hints for the next attempt.
+        self.failed_workers: set[WorkerId] = set()
+        self.kept_on: WorkerId | None = None
+        self.num_kept_tokens = 0
+        self.read_by: WorkerId | None = None  # a prefill worker whose prefix index has the prompt
+
+    @property
+    def sequence_id(self) -> SequenceId:
+        return self.entry.sequence_id
+
+    @property
+    def is_open(self) -> bool:
+        return self.machine.state in (ChoiceState.UNPLACED, ChoiceState.PLACED)
+
+    @property
+    def is_placed(self) -> bool:
+        return self.machine.state is ChoiceState.PLACED
+
+    @property
+    def workers(self) -> tuple[WorkerId, ...]:
+        if self.placement is None:
+            return ()
+        prefill = self.placement.prefill
+        return (self.placement.decode,) if prefill is None else (self.placement.decode, prefill)
+
+    @property
+    def emitted_ids(self) -> tuple[int, ...]:
+        return tuple(token.token_id for token in self.entry.tokens)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        return self.entry.spec.sampling.max_tokens - len(self.entry.tokens)
+
+    def demand(self) -> Demand:
+        spec = self.entry.spec
+        num_to_read = len(spec.prompt_ids) + len(self.entry.tokens)
+        return Demand(
+            num_prompt_tokens=num_to_read,
+            num_uncached_tokens=num_to_read - self.num_kept_tokens,
+            num_total_tokens=spec.max_total_tokens,
+            preferred_decode=self.kept_on,
+            preferred_prefill=self.read_by,
+            excluded=frozenset(self.failed_workers),
+        )
+
+
+class OpenRequest:
+    """A request whose stream has not ended."""
+
+    def __init__(self, request_id: RequestId, request: GenerateRequest, now_s: float) -> None:
+        self.request_id = request_id
+        self.model = request.model
+        self.choices = tuple(
+            Choice(
+                SequenceSpec(
+                    SequenceId(request_id, index),
+                    request.prompt_ids,
+                    request.sampling,
+                    request.priority,
+                    request.slo_class,
+                ),
+                now_s,
+            )
+            for index in range(request.num_choices)
+        )
+
+    @property
+    def path(self) -> Path:
+        """Of the first attempt of the first choice, or MIXED before there is one."""
+        placement = self.choices[0].placement
+        return placement.path if placement is not None else Path.MIXED
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return max(choice.num_cached_tokens for choice in self.choices)
+
+    def check_invariants(self) -> None:
+        if not any(choice.is_open for choice in self.choices):
+            raise InternalFault(f"request {self.request_id} is open, its choices are not")
+        for choice in self.choices:
+            choice.entry.check_invariants()
+            if choice.is_placed and choice.placement is None:
+                raise InternalFault(f"{choice.sequence_id} is placed nowhere")

@@ -1,0 +1,59 @@
+"""What becomes of a sequence whose worker failed, and of the sequences of a worker that is to end."""
+
+import enum
+
+import msgspec
+
+from disagg.core.errors import FailureKind
+
+
+class Verdict(enum.StrEnum):
+    """What the router does with the sequence."""
+
+    MOVE = "move"  # another attempt, from the journal
+    GIVE_UP = "give_up"  # an explicit error to the client
+    LEAVE = "leave"  # it stays where it is
+
+
+class RecoveryLimits(msgspec.Struct, frozen=True):
+    """How long and how often to try."""
+
+    max_attempts: int = 8  # of one sequence; moves away from a draining worker count too
+    max_unplaced_s: float = 30.0  # without a worker that could take it
+    finish_in_place_tokens: int = 32  # a draining worker finishes answers that cannot be longer than this
+
+
+class Recovery(msgspec.Struct, frozen=True):
+    """The answer, with its reason in one plain sentence."""
+
+    verdict: Verdict
+    reason: str
+
+
+# A request that can be served nowhere is not moved; everything else may be one worker's or one link's fault.
+_FINAL = frozenset({FailureKind.INVALID_REQUEST})
+
+
+def after_failure(kind: FailureKind, message: str, attempt: int, limits: RecoveryLimits) -> Recovery:
+    """A worker has failed its part of a sequence, or is gone."""
+    if kind in _FINAL:
+        return Recovery(Verdict.GIVE_UP, message)
+    if attempt >= limits.max_attempts:
+        return Recovery(Verdict.GIVE_UP, f"attempt {attempt} of {limits.max_attempts} failed: {message}")
+    return Recovery(Verdict.MOVE, f"attempt {attempt} failed ({kind.value}): {message}")
+
+
+def at_drain(num_remaining_tokens: int, *, has_other_worker: bool, limits: RecoveryLimits) -> Recovery:
+    """The worker that writes this answer is to end; num_remaining_tokens is the most that may still come."""
+    if num_remaining_tokens <= limits.finish_in_place_tokens:
+        return Recovery(Verdict.LEAVE, f"at most {num_remaining_tokens} tokens are left")
+    if not has_other_worker:
+        return Recovery(Verdict.LEAVE, "no other worker could take it")
+    return Recovery(Verdict.MOVE, f"its worker drains and up to {num_remaining_tokens} tokens are left")
+
+
+def while_unplaced(unplaced_s: float, missing: str, limits: RecoveryLimits) -> Recovery:
+    """No worker can take it now."""
+    if unplaced_s >= limits.max_unplaced_s:
+        return Recovery(Verdict.GIVE_UP, f"no worker could take it for {limits.max_unplaced_s:g} s: {missing}")
+    return Recovery(Verdict.LEAVE, missing)

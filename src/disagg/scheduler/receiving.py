@@ -1,0 +1,132 @@
+"""The destination side of a worker's hand-offs: reserve, let bytes land, take over once all is verified and fenced."""
+
+from disagg.core.errors import Failure, FailureKind
+from disagg.core.ids import HandoffId, WorkerId
+from disagg.core.roles import Task
+from disagg.protocol.handoff import DestinationState, DestinationTrigger
+from disagg.protocol.lifecycle import SequenceTrigger
+from disagg.protocol.messages import AnswerReservation, FinishPrefill, RequestReservation, TakeHandoff
+from disagg.scheduler.actions import OpenGrant, RevokeGrant
+from disagg.scheduler.destination import HandoffDestination
+from disagg.scheduler.events import GrantFenced, WriteLanded
+from disagg.scheduler.sequence import Sequence
+from disagg.scheduler.state import SchedulerState
+from disagg.telemetry.metrics import HANDOFFS, LANDINGS_REJECTED, PROMPT_TOKENS_RECEIVED, RESERVATIONS_REFUSED
+
+
+class Receiving:
+    """Every hand-off that comes to this worker."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+
+    def on_request_reservation(self, peer: WorkerId, message: RequestReservation) -> None:
+        sequence, destination = self.find(message.handoff_id)
+        if sequence is None or destination is None or destination.peer != peer or destination.fence != message.fence:
+            answer = self._refuse(message, FailureKind.CANCELLED, f"hand-off {message.handoff_id} is not expected here")
+        elif destination.state is not DestinationState.EXPECTED:
+            text = f"hand-off {message.handoff_id} is {destination.state.value} here"
+            answer = self._refuse(message, FailureKind.CANCELLED, text)
+        elif not 0 < message.num_tokens <= sequence.num_to_read:
+            text = f"{message.num_tokens} tokens offered, the sequence has {sequence.num_to_read}"
+            answer = self._refuse(message, FailureKind.INVALID_REQUEST, text)
+        else:
+            answer = self._try_reserve(sequence, destination, message)
+        if answer.failure is not None:
+            self._state.counters.add(RESERVATIONS_REFUSED, label=answer.failure.kind.value)
+        self._state.tell(peer, answer)
+
+    def _refuse(self, message: RequestReservation, kind: FailureKind, text: str) -> AnswerReservation:
+        return AnswerReservation(message.handoff_id, message.fence, Failure(kind, text), self._state.config.retry_s)
+
+    def _try_reserve(
+        self, sequence: Sequence, destination: HandoffDestination, message: RequestReservation
+    ) -> AnswerReservation:
+        state, config, num_tokens = self._state, self._state.config, message.num_tokens
+        hashes = state.cache.extend_hashes(sequence.hashes, sequence.token_ids(0, num_tokens))
+        allocation = None
+        if not state.must_wait(sequence):
+            to_hold = sequence.num_tokens_to_hold(config.answer_headroom) if sequence.writes_answer else num_tokens
+            allocation = state.cache.try_reserve(hashes, num_tokens, to_hold, state.num_spare_blocks)
+        if allocation is None:
+            sequence.refused_since_s = min(sequence.refused_since_s, state.now_s)
+            text = f"{state.cache.num_available} of {config.num_blocks} blocks are free or cached now"
+            return self._refuse(message, FailureKind.OVERLOADED, text)
+        first_missing = min(allocation.num_cached * state.cache.block_size, num_tokens)
+        destination.reserve(allocation, first_missing, num_tokens, config.layout.num_layers)
+        destination.lease_until_s = state.now_s + config.lease_s
+        sequence.machine.fire(SequenceTrigger.BLOCKS_RESERVED)
+        sequence.refused_since_s = float("inf")
+        sequence.num_cached = first_missing
+        state.act(OpenGrant(destination.grant_key, destination.peer, allocation.reserved))
+        return AnswerReservation(
+            handoff_id=message.handoff_id,
+            fence=message.fence,
+            blocks=allocation.blocks[: state.cache.num_blocks_for(num_tokens)],
+            first_missing_token=first_missing,
+            lease_s=config.lease_s,
+            grant_key=destination.grant_key,
+            num_blocks=config.num_blocks,
+        )
+
+    def on_write_landed(self, event: WriteLanded) -> None:
+        sequence, destination = self.find(event.handoff_id)
+        if sequence is None or destination is None or destination.state is not DestinationState.RECEIVING:
+            self._state.ignore(event)
+        elif event.failure is not None:
+            self._state.counters.add(LANDINGS_REJECTED)  # the source sends it again
+        else:
+            destination.land(event.span)
+            self._complete_if_all_here(destination)
+
+    def on_finish_prefill(self, peer: WorkerId, message: FinishPrefill) -> None:
+        _, destination = self.find(message.handoff_id)
+        if destination is None or destination.fence != message.fence or destination.is_prefill_finished:
+            self._state.ignore(message)
+            return
+        destination.finish_prefill(message)
+        self._complete_if_all_here(destination)
+
+    def on_grant_fenced(self, event: GrantFenced) -> None:
+        sequence, destination = self.find(event.handoff_id)
+        if sequence is None or destination is None or destination.allocation is None:
+            self._state.ignore(event)
+            return
+        was_complete = destination.state is DestinationState.COMPLETE
+        destination.machine.fire(DestinationTrigger.GRANT_FENCED)
+        if was_complete:
+            self._take_over(sequence, destination)
+        else:
+            self._state.end_quarantine(sequence, destination)
+
+    def _complete_if_all_here(self, destination: HandoffDestination) -> None:
+        if destination.is_all_here:
+            destination.machine.fire(DestinationTrigger.ALL_VERIFIED)
+            self._state.tell(destination.peer, TakeHandoff(destination.handoff_id, destination.fence))
+            self._state.act(RevokeGrant(destination.grant_key))
+
+    def _take_over(self, sequence: Sequence, destination: HandoffDestination) -> None:
+        """The KV is ours: decode from here, or keep it for the prefix index."""
+        state, allocation = self._state, destination.allocation
+        assert allocation is not None
+        state.cache.confirm(allocation)
+        sequence.blocks = allocation.blocks
+        sequence.num_computed = destination.num_tokens
+        sequence.num_received = destination.num_tokens - destination.first_missing_token
+        state.counters.add(PROMPT_TOKENS_RECEIVED, sequence.num_received)
+        state.counters.add(HANDOFFS, label="received")
+        state.cache.commit(sequence.hashes, sequence.blocks, sequence.num_committed)
+        sequence.num_committed = len(sequence.hashes)
+        if sequence.task is Task.RECEIVE_PREFIX or destination.first_token is None:
+            state.finish(sequence)
+            return
+        sequence.machine.fire(SequenceTrigger.KV_COMPLETE)
+        sequence.answer_ids.append(destination.first_token.token_id)
+        # The source sent it to the router too; should the source die, ours still arrives. Positions tell repeats.
+        state.emit_token(destination.first_token)
+        if sequence.finish_reason() is not None:
+            state.finish(sequence)
+
+    def find(self, handoff_id: HandoffId) -> tuple[Sequence | None, HandoffDestination | None]:
+        sequence = self._state.sequences.get(handoff_id)
+        return sequence, sequence.destination if sequence is not None else None

@@ -1,0 +1,164 @@
+"""The source side of a worker's hand-offs: ask, push what is computed, finish, let go.
+
+Reservations are try-only. Nobody waits while holding: a refused source lets go of its own blocks and asks again later,
+and the next sequence goes.
+"""
+
+from disagg.core.errors import Failure, FailureKind
+from disagg.core.ids import HandoffId, WorkerId
+from disagg.core.request import EmittedToken
+from disagg.core.roles import HandoffMode, Task
+from disagg.protocol.handoff import SourceState, SourceTrigger
+from disagg.protocol.lifecycle import SequenceTrigger
+from disagg.protocol.messages import (
+    AnswerReservation,
+    CancelHandoff,
+    FinishPrefill,
+    RequestReservation,
+    TakeHandoff,
+)
+from disagg.scheduler.actions import PushSpan
+from disagg.scheduler.events import LayersComputed, WriteFinished, WritesStopped
+from disagg.scheduler.sequence import Sequence
+from disagg.scheduler.source import HandoffSource
+from disagg.scheduler.state import SchedulerState
+from disagg.telemetry.metrics import PUSH_RETRIES, PUSHES
+
+MAX_BACK_OFF = 4  # doublings of the wait before a refused reservation is asked again
+UNKNOWN_GRACE_S = 1.0  # the router tells both ends at once: one may hear of the other first
+
+
+class Sending:
+    """Every hand-off that leaves this worker."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+
+    def ask_reservation(self, sequence: Sequence, source: HandoffSource) -> bool:
+        """Pin or take the source's own blocks and ask the peer. False when there is no room here now."""
+        state, cache = self._state, self._state.cache
+        num_tokens = sequence.num_to_read
+        hashes = cache.extend_hashes(sequence.hashes, sequence.token_ids(0, num_tokens))
+        # The last token is always computed: its logits give the next token of the answer.
+        max_cached = num_tokens - 1
+        if sequence.task is Task.SEND_PREFIX:
+            max_cached = num_tokens = cache.num_matching_tokens(hashes, num_tokens)
+            if num_tokens == 0:
+                state.fail(sequence, Failure(FailureKind.CANCELLED, "no full block of this prefix is cached here"))
+                return True
+            sequence.num_to_read = num_tokens
+            del hashes[num_tokens // cache.block_size :]
+        allocation = cache.try_allocate(hashes, max_cached, num_tokens)
+        if allocation is None:
+            return False
+        sequence.blocks = allocation.blocks
+        sequence.num_cached = allocation.num_cached * cache.block_size
+        source.machine.fire(SourceTrigger.RESERVATION_REQUESTED)
+        source.lease_until_s = state.now_s + state.config.lease_s
+        state.tell(source.peer, RequestReservation(source.handoff_id, source.fence, num_tokens, state.config.lease_s))
+        return True
+
+    def on_layers_computed(self, event: LayersComputed, rows: tuple[tuple[Sequence, int, int], ...]) -> None:
+        """rows: (sequence, first, past-the-last token of its chunk) of the running step."""
+        if self._state.config.handoff_mode is not HandoffMode.LAYERWISE:
+            return
+        min_bytes = self._state.config.min_push_bytes
+        for sequence, start, stop in rows:
+            source = sequence.source
+            if source is not None and source.state is SourceState.OPEN:
+                self._push(source.push_layers(sequence.blocks, start, stop, event.num_layers, min_bytes))
+
+    def finish_prefill(self, sequence: Sequence, source: HandoffSource, first_token: EmittedToken | None) -> None:
+        """All is computed: send what is still to send, and the first token."""
+        config = self._state.config
+        if config.handoff_mode is HandoffMode.SYNC and sequence.task is Task.PREFILL:
+            self._push(source.push_computed(sequence.blocks, sequence.num_computed, config.max_push_bytes))
+        source.machine.fire(SourceTrigger.PREFILL_FINISHED)
+        sequence.machine.fire(SequenceTrigger.PROMPT_COMPUTED_FOR_PEER)
+        self._state.tell(source.peer, FinishPrefill(source.handoff_id, source.fence, first_token))
+        self._finish_if_done(sequence, source)
+
+    def on_write_finished(self, event: WriteFinished) -> None:
+        sequence, source = self.find(event.handoff_id)
+        if sequence is None or source is None or not source.is_outstanding(event.number):
+            self._state.ignore(event)
+        elif event.failure is None or source.is_taken:
+            source.acknowledge(event.number)
+            self._finish_if_done(sequence, source)
+        elif source.state in (SourceState.OPEN, SourceState.DRAINING):
+            again = source.retry(event.number)
+            if again is not None:
+                self._state.counters.add(PUSH_RETRIES)
+                self._state.act(again)
+            else:
+                self._state.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, event.failure))
+
+    def on_writes_stopped(self, event: WritesStopped) -> None:
+        sequence, source = self.find(event.handoff_id)
+        if sequence is None or source is None or source.state is not SourceState.STOPPING:
+            self._state.ignore(event)
+            return
+        source.machine.fire(SourceTrigger.WRITES_STOPPED)
+        self._state.end_if_unused(sequence)
+
+    def on_answer_reservation(self, peer: WorkerId, message: AnswerReservation) -> None:
+        state = self._state
+        sequence, source = self.find(message.handoff_id)
+        is_expected = source is not None and source.state is SourceState.ASKING and source.fence == message.fence
+        if sequence is None or source is None or not is_expected:
+            state.ignore(message)
+            if message.failure is None:  # nobody here wants these blocks any more
+                failure = Failure(FailureKind.CANCELLED, "the source has dropped this hand-off")
+                state.tell(peer, CancelHandoff(message.handoff_id, message.fence, failure))
+            return
+        if message.failure is not None:
+            self._on_refused(sequence, source, message, message.failure)
+            return
+        source.grant(message)
+        source.lease_until_s = state.now_s + state.config.lease_s
+        sequence.machine.fire(SequenceTrigger.BLOCKS_ALLOCATED)
+        sequence.num_computed = sequence.num_cached
+        if state.config.handoff_mode is HandoffMode.LAYERWISE or sequence.task is Task.SEND_PREFIX:
+            self._push(source.push_computed(sequence.blocks, sequence.num_cached, state.config.max_push_bytes))
+        if sequence.task is Task.SEND_PREFIX:
+            self.finish_prefill(sequence, source, None)
+
+    def _on_refused(
+        self, sequence: Sequence, source: HandoffSource, message: AnswerReservation, failure: Failure
+    ) -> None:
+        state = self._state
+        source.machine.fire(SourceTrigger.RESERVATION_REFUSED)
+        state.cache.release(sequence.blocks)
+        sequence.blocks = ()
+        source.lease_until_s = float("inf")
+        wait_s = max(message.retry_after_s, state.config.retry_s) * 2 ** min(source.num_refusals, MAX_BACK_OFF)
+        source.retry_at_s = state.now_s + wait_s
+        source.num_refusals += 1
+        if failure.kind is FailureKind.INVALID_REQUEST:
+            state.fail(sequence, failure)
+        elif failure.kind is FailureKind.CANCELLED:
+            if source.unknown_since_s is None:
+                source.unknown_since_s = state.now_s
+            if state.now_s - source.unknown_since_s > UNKNOWN_GRACE_S:
+                state.fail(sequence, failure)
+
+    def on_take_handoff(self, peer: WorkerId, message: TakeHandoff) -> None:
+        sequence, source = self.find(message.handoff_id)
+        states = (SourceState.DRAINING, SourceState.DELIVERED)
+        if sequence is None or source is None or source.fence != message.fence or source.state not in states:
+            self._state.ignore(message)
+            return
+        source.is_taken = True
+        self._finish_if_done(sequence, source)
+
+    def find(self, handoff_id: HandoffId) -> tuple[Sequence | None, HandoffSource | None]:
+        sequence = self._state.sequences.get(handoff_id)
+        return sequence, sequence.source if sequence is not None else None
+
+    def _finish_if_done(self, sequence: Sequence, source: HandoffSource) -> None:
+        if source.close_if_done():
+            self._state.finish(sequence)
+
+    def _push(self, pushes: list[PushSpan]) -> None:
+        self._state.counters.add(PUSHES, len(pushes))
+        self._state.act(*pushes)

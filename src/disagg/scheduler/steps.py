@@ -1,0 +1,194 @@
+"""What runs next on one worker's engine, and what follows from it.
+
+Running streams come first, oldest first; each gets its next token. A stream whose next token needs a block takes a free
+or an unused cached one, else the youngest stream gives up its blocks and starts over later (preemption by recompute:
+what it has written is read again, and row independence makes that the same tokens). Prompts fill what is left.
+"""
+
+from typing import NamedTuple
+
+from disagg.core.errors import Failure
+from disagg.core.ids import StepId
+from disagg.core.request import EmittedToken
+from disagg.policy.batching import PromptWork, plan_chunks
+from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
+from disagg.scheduler.actions import RunStep
+from disagg.scheduler.engine import StepPlan, StepResult, StepRow
+from disagg.scheduler.events import LayersComputed, StepFailed, StepFinished
+from disagg.scheduler.sending import Sending
+from disagg.scheduler.sequence import Sequence
+from disagg.scheduler.state import SchedulerState
+from disagg.telemetry.metrics import (
+    BLOCKS_EVICTED,
+    OUTPUT_TOKENS,
+    PREEMPTIONS,
+    PROMPT_TOKENS_CACHED,
+    PROMPT_TOKENS_COMPUTED,
+    STEP_SECONDS,
+    STEPS,
+)
+
+
+class _Row(NamedTuple):
+    """A row of the running step and whose it is."""
+
+    sequence: Sequence
+    row: StepRow
+    is_stream: bool
+
+
+class Steps:
+    """At most one step runs at a time; while it does, its sequences keep their blocks."""
+
+    def __init__(self, state: SchedulerState, sending: Sending) -> None:
+        self._state = state
+        self._sending = sending
+        self._running: StepPlan | None = None
+        self._rows: tuple[_Row, ...] = ()
+        self._next_step = 0
+
+    @property
+    def is_running(self) -> bool:
+        return self._running is not None
+
+    def start(self) -> None:
+        """Plan and start the next step, if there is something to do and none runs."""
+        if self._running is not None:
+            return
+        streams = self._streams()
+        rows = [_Row(stream, stream.decode_row(), True) for stream in streams]
+        prompts = self._in_order(SequenceState.PREFILLING)
+        by_id = {sequence.sequence_id: sequence for sequence in prompts}
+        work = (PromptWork(sequence.sequence_id, sequence.num_unread_tokens) for sequence in prompts)
+        for chunk in plan_chunks(work, num_streams=len(rows), budget=self._state.config.budget):
+            sequence = by_id[chunk.sequence_id]
+            rows.append(_Row(sequence, sequence.prompt_row(chunk.num_tokens), False))
+        if not rows:
+            return
+        for sequence, _, _ in rows:
+            sequence.is_in_step = True
+            if sequence.source is not None:
+                sequence.source.start_step()
+        reports_layers = any(sequence.source is not None for sequence, _, _ in rows)
+        self._rows = tuple(rows)
+        self._running = StepPlan(StepId(self._next_step), tuple(row.row for row in rows), reports_layers)
+        self._next_step += 1
+        self._state.act(RunStep(self._running))
+
+    def _in_order(self, state: SequenceState) -> list[Sequence]:
+        sequences = (each for each in self._state.sequences.values() if each.state is state)
+        return sorted(sequences, key=lambda each: (-each.spec.priority, each.arrival))
+
+    def _streams(self) -> list[Sequence]:
+        """Streams that have room for their next token; makes room at the expense of the youngest."""
+        streams = self._in_order(SequenceState.DECODING)
+        ready: list[Sequence] = []
+        while streams:
+            stream = streams.pop(0)
+            while not self._try_grow(stream):
+                if not streams:
+                    if ready:  # itself the youngest; alone, it waits for a hand-off to land or to be given up
+                        self._preempt(stream)
+                    break
+                self._preempt(streams.pop())
+            else:
+                ready.append(stream)
+        return ready
+
+    def _try_grow(self, stream: Sequence) -> bool:
+        cache = self._state.cache
+        missing = cache.num_blocks_for(stream.num_computed + 1) - len(stream.blocks)
+        if missing <= 0:
+            return True
+        blocks = cache.try_extend(missing)
+        if blocks is None:
+            return False
+        stream.blocks = (*stream.blocks, *blocks)
+        return True
+
+    def _preempt(self, stream: Sequence) -> None:
+        self._state.counters.add(PREEMPTIONS)
+        self._state.cache.release(stream.blocks)
+        stream.blocks = ()
+        stream.machine.fire(SequenceTrigger.PREEMPTED)
+        stream.start_over()
+        stream.refused_since_s = self._state.now_s
+
+    def on_layers_computed(self, event: LayersComputed) -> None:
+        if self._running is None or self._running.step_id != event.step_id:
+            self._state.ignore(event)
+            return
+        chunks = tuple((sequence, row.position, row.position + len(row.token_ids)) for sequence, row, _ in self._rows)
+        self._sending.on_layers_computed(event, chunks)
+
+    def on_finished(self, event: StepFinished) -> None:
+        plan = self._running
+        if plan is None or plan.step_id != event.result.step_id:
+            self._state.ignore(event)
+            return
+        # An engine that reports no layers, or not the last one, loses nothing: what is left goes now.
+        if plan.reports_layers:
+            self.on_layers_computed(LayersComputed(plan.step_id, self._state.config.layout.num_layers))
+        self._count(event.duration_s)
+        for sequence, row, token in self._ended(event.result):
+            if not sequence.is_live:
+                self._state.end_if_unused(sequence)
+                continue
+            self._advance(sequence, row)
+            if token is not None:
+                self._take_token(sequence, token)
+
+    def on_failed(self, event: StepFailed) -> None:
+        """The engine raised: the step's sequences cannot go on here."""
+        for sequence, _, _ in self._ended(StepResult(event.step_id, ())):
+            self._state.end_if_unused(sequence)
+            self._state.fail(sequence, event.failure)
+
+    def fail_all(self, failure: Failure) -> None:
+        """Whatever runs or waits here cannot go on."""
+        for sequence in list(self._state.sequences.values()):
+            self._state.fail(sequence, failure)
+
+    def _ended(self, result: StepResult) -> list[tuple[Sequence, StepRow, EmittedToken | None]]:
+        """Rows of the step that is over, with their tokens."""
+        tokens = {token.sequence_id: token for token in result.tokens}
+        rows, self._rows, self._running = self._rows, (), None
+        for sequence, _, _ in rows:
+            sequence.is_in_step = False
+        return [(sequence, row, tokens.get(sequence.sequence_id)) for sequence, row, _ in rows]
+
+    def _advance(self, sequence: Sequence, row: StepRow) -> None:
+        """The row's KV is written: count it, and index the blocks that are full now."""
+        cache = self._state.cache
+        if sequence.num_unread_tokens:
+            self._state.counters.add(PROMPT_TOKENS_COMPUTED, len(row.token_ids), label=sequence.task.value)
+        sequence.num_computed += len(row.token_ids)
+        num_full = sequence.num_computed // cache.block_size
+        if num_full > sequence.num_committed:
+            cache.extend_hashes(sequence.hashes, sequence.token_ids(0, sequence.num_computed))
+            cache.commit(sequence.hashes[:num_full], sequence.blocks, sequence.num_committed)
+            sequence.num_committed = num_full
+
+    def _take_token(self, sequence: Sequence, token: EmittedToken) -> None:
+        state = self._state
+        sequence.answer_ids.append(token.token_id)
+        state.emit_token(token)
+        state.counters.add(OUTPUT_TOKENS, label=sequence.task.value)
+        if sequence.state is SequenceState.PREFILLING:
+            state.report_prompt(sequence)
+            state.counters.add(PROMPT_TOKENS_CACHED, sequence.num_cached, label=sequence.task.value)
+            if sequence.source is not None:
+                self._sending.finish_prefill(sequence, sequence.source, token)
+                return
+            sequence.machine.fire(SequenceTrigger.PROMPT_COMPUTED)
+        if sequence.finish_reason() is not None:
+            state.finish(sequence)
+
+    def _count(self, duration_s: float) -> None:
+        has_stream = any(row.is_stream for row in self._rows)
+        has_prompt = any(not row.is_stream for row in self._rows)
+        kind = "both" if has_prompt and has_stream else "prefill" if has_prompt else "decode"
+        counters = self._state.counters
+        counters.add(STEPS, label=kind)
+        counters.add(STEP_SECONDS, max(0.0, duration_s), label=kind)
+        counters.add(BLOCKS_EVICTED, self._state.cache.num_evicted - counters.get(BLOCKS_EVICTED))
