@@ -37,3 +37,10 @@ def find_model(name_or_path: str, report: Callable[[str], None]) -> Path:
     path = resolve_model(name_or_path, report=report)
     read_config(path)
     return path
+
+
+def drain(worker_id: str, router_address: str) -> None:
+    """Ask a router to drain one of its workers. Raises ConfigurationError."""
+    from disagg.cluster.drain import ask_drain
+
+    ask_drain(worker_id, router_address)

@@ -84,6 +84,8 @@ def serve(
     handoff: opt.Handoff = _WORKER.handoff,
     min_push_bytes: opt.MinPushBytes = _MIN_PUSH,
     lease_s: opt.LeaseS = _WORKER.lease_s,
+    progress_timeout_s: opt.ProgressTimeoutS = _WORKER.progress_timeout_s,
+    drain_timeout_s: opt.DrainTimeoutS = _WORKER.drain_timeout_s,
     beat_interval_s: opt.BeatIntervalS = _WORKER.beat_interval_s,
     beat_timeout_s: opt.BeatTimeoutS = _WORKER.beat_timeout_s,
     start_timeout_s: Annotated[
@@ -127,6 +129,8 @@ def serve(
         handoff=handoff,
         min_push_bytes=parse_bytes(min_push_bytes),
         lease_s=lease_s,
+        progress_timeout_s=progress_timeout_s,
+        drain_timeout_s=drain_timeout_s,
         beat_interval_s=beat_interval_s,
         beat_timeout_s=beat_timeout_s,
         numerics=numerics,
@@ -164,6 +168,8 @@ def worker(
     handoff: opt.Handoff = _WORKER.handoff,
     min_push_bytes: opt.MinPushBytes = _MIN_PUSH,
     lease_s: opt.LeaseS = _WORKER.lease_s,
+    progress_timeout_s: opt.ProgressTimeoutS = _WORKER.progress_timeout_s,
+    drain_timeout_s: opt.DrainTimeoutS = _WORKER.drain_timeout_s,
     beat_interval_s: opt.BeatIntervalS = _WORKER.beat_interval_s,
     beat_timeout_s: opt.BeatTimeoutS = _WORKER.beat_timeout_s,
 ) -> None:
@@ -188,6 +194,8 @@ def worker(
         handoff=handoff,
         min_push_bytes=parse_bytes(min_push_bytes),
         lease_s=lease_s,
+        progress_timeout_s=progress_timeout_s,
+        drain_timeout_s=drain_timeout_s,
         beat_interval_s=beat_interval_s,
         beat_timeout_s=beat_timeout_s,
         numerics=numerics,
@@ -226,6 +234,18 @@ def router(
         max_body_bytes=parse_bytes(max_body_bytes),
     )
     raise SystemExit(launch.run_router(config))
+
+
+@app.command()
+def drain(
+    worker_id: Annotated[str, typer.Argument(help="The worker's name, as in the live lines.")],
+    router_address: Annotated[
+        str, typer.Option(help="host:port of the router's control port.", rich_help_panel=opt.NETWORK)
+    ] = _WORKER.router_address,
+) -> None:
+    """Let one worker finish or give away its work, and end. Returns at once; nothing is lost."""
+    launch.drain(worker_id, router_address)
+    _say(f"{worker_id} drains and then ends")
 
 
 @app.command()

@@ -88,6 +88,13 @@ LeaseS = Annotated[
     float, typer.Option(help="Seconds KV is kept for a peer that is not heard of.", rich_help_panel=HANDOFF)
 ]
 
+ProgressTimeoutS = Annotated[
+    float,
+    typer.Option(help="Seconds without a finished layer after which a worker ends itself.", rich_help_panel=LIFE),
+]
+DrainTimeoutS = Annotated[
+    float, typer.Option(help="Seconds for what runs, once a worker is told to end.", rich_help_panel=LIFE)
+]
 BeatIntervalS = Annotated[float, typer.Option(help="Seconds between two heartbeats.", rich_help_panel=LIFE)]
 BeatTimeoutS = Annotated[
     float, typer.Option(help="Seconds without a heartbeat after which a peer is lost.", rich_help_panel=LIFE)

@@ -1,6 +1,6 @@
 """The loop of `disagg serve`.
 
-1  signals: the first Ctrl-C (or SIGTERM, SIGHUP) stops in order, the second kills
+1  signals: the first Ctrl-C (or SIGTERM, SIGHUP) stops in order, the second kills; SIGUSR1 restarts the workers in turn
 2  start the router and the workers, wait until all is ready, show how to try it
 3  show the workers until told to stop, or until serving cannot go on
 4  whatever happened: end every process before returning
@@ -18,6 +18,7 @@ from disagg.cluster.plan import LocalPlan
 from disagg.core.errors import InternalFault
 
 SHOW_INTERVAL_S = 1.0
+RESTART_SIGNAL = signal.SIGUSR1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORCED_EXIT_CODE = 130
 
@@ -80,6 +81,8 @@ async def _serve(
         # nohup hands SIGHUP down ignored; that wish is respected.
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, switch.press)
+    restart = asyncio.Event()
+    loop.add_signal_handler(RESTART_SIGNAL, restart.set)
     cluster = LocalCluster(
         plan,
         on_line=lambda name, _stream, line: display.child_line(name, line),
@@ -87,7 +90,7 @@ async def _serve(
         program=program,
     )
     try:
-        await switch.unless_pressed(_run(cluster, plan, display, start_timeout_s))
+        await switch.unless_pressed(_run(cluster, plan, display, start_timeout_s, restart))
     except StopRequested:
         display.note("stopping (Ctrl-C again: at once)")
     finally:
@@ -95,7 +98,9 @@ async def _serve(
     return 0 if switch.num_requests < 2 else FORCED_EXIT_CODE
 
 
-async def _run(cluster: LocalCluster, plan: LocalPlan, display: Display, start_timeout_s: float) -> None:
+async def _run(
+    cluster: LocalCluster, plan: LocalPlan, display: Display, start_timeout_s: float, restart: asyncio.Event
+) -> None:
     """Returns only by an error: serving ends by a signal or because it cannot go on."""
     url = await cluster.start()
     names = [worker.worker_id for worker in plan.workers]
@@ -104,16 +109,27 @@ async def _run(cluster: LocalCluster, plan: LocalPlan, display: Display, start_t
     for line in invitation(url, plan.router.models[0][0]):
         display.note(line)
     failure = asyncio.ensure_future(cluster.failed())
-    showing = asyncio.ensure_future(_show(cluster, names, display))
+    running = [
+        asyncio.ensure_future(_show(cluster, names, display)),
+        asyncio.ensure_future(cluster.watch()),
+        asyncio.ensure_future(_restart_when_asked(cluster, restart, display)),
+    ]
     try:
-        await asyncio.wait({failure, showing}, return_when=asyncio.FIRST_COMPLETED)
-        if showing.done():
-            showing.result()
+        done, _ = await asyncio.wait({failure, *running}, return_when=asyncio.FIRST_COMPLETED)
+        for future in done - {failure}:
+            future.result()
         raise InternalFault(failure.result())
     finally:
-        failure.cancel()
-        showing.cancel()
-        await asyncio.gather(failure, showing, return_exceptions=True)
+        for future in (failure, *running):
+            future.cancel()
+        await asyncio.gather(failure, *running, return_exceptions=True)
+
+
+async def _restart_when_asked(cluster: LocalCluster, asked: asyncio.Event, display: Display) -> None:
+    while True:
+        await asked.wait()
+        asked.clear()
+        await cluster.restart(display.note)
 
 
 async def _show(cluster: LocalCluster, names: list[str], display: Display) -> None:

@@ -3,8 +3,10 @@
 1  start()        router first; its announcement on stdout tells both ports
 2                 then all workers at once, each told where the router listens
 3  wait_ready()   until /health answers 200; a process that ends before that ends the attempt with its own words
-4  failed()       completes when serving cannot go on: the router, or every worker, was given up
-5  stop()         router first, so that it closes its requests while workers still answer; then the workers
+4  watch()        from then on: kills a worker whose process lives but which the router has not heard of for long
+5  failed()       completes when serving cannot go on: the router, or every worker, was given up
+6  restart()      one worker after the other: drains, ends, starts, is there again
+7  stop()         router first, so that it closes its requests while workers still answer; then the workers
 """
 
 import asyncio
@@ -33,6 +35,10 @@ ROUTER = "router"
 PROGRAM = (sys.executable, "-m", "disagg")
 POLL_INTERVAL_S = 0.2
 ROUTER_TIMEOUT_S = 60.0
+HANG_POLL_S = 1.0
+HANG_MARGIN_S = 5.0  # beyond two heartbeat timeouts
+RESTART_MARGIN_S = 5.0
+RESTART_TIMEOUT_S = 300.0
 
 
 T = TypeVar("T")
@@ -58,6 +64,7 @@ class LocalCluster:
         self._early_exit: asyncio.Future[ProcessExited] = loop.create_future()
         self._failed: asyncio.Future[str] = loop.create_future()
         self._is_ready = False
+        self._hang_timeout_s = 2 * plan.router.beat_timeout_s + HANG_MARGIN_S
         self._supervisor = Supervisor(on_line=self._take_line, on_exit=self._take_exit)
         self._watch: RouterWatch | None = None
 
@@ -90,6 +97,47 @@ class LocalCluster:
 
     def processes(self) -> tuple[ProcessSnapshot, ...]:
         return self._supervisor.snapshots()
+
+    async def watch(self) -> None:
+        """Never returns. A worker that hangs so that it cannot end itself is ended from here."""
+        seen_s: dict[int, float] = {}  # by pid: when the router last knew it
+        while True:
+            await asyncio.sleep(HANG_POLL_S)
+            view = await self.view()
+            if view is None:
+                continue
+            now_s = asyncio.get_running_loop().time()
+            here = {worker.worker_id for worker in view.workers if worker.connected}
+            for process in self.processes():
+                if process.pid is None or process.name == ROUTER:
+                    continue
+                if process.name in here:
+                    seen_s[process.pid] = now_s
+                elif now_s - seen_s.get(process.pid, now_s) > self._hang_timeout_s:
+                    self._on_line(process.name, Stream.STDERR, f"lost for {self._hang_timeout_s:g} s: killing it")
+                    self._supervisor.kill_one(process.name)
+
+    async def restart(self, on_note: Callable[[str], None]) -> None:
+        """Every worker in turn; the others serve meanwhile."""
+        for worker in self._plan.workers:
+            name = worker.worker_id
+            on_note(f"restarting {name}")
+            before = {process.name: process.pid for process in self.processes()}[name]
+            await self._supervisor.restart(name, timeout_s=worker.drain_timeout_s + RESTART_MARGIN_S)
+            await self._returned(name, before)
+        on_note("all workers have been restarted")
+
+    async def _returned(self, name: str, pid_before: int | None) -> None:
+        """Until it is here again as another process and the cluster is whole; no longer than a start may take."""
+        deadline_s = asyncio.get_running_loop().time() + RESTART_TIMEOUT_S
+        while asyncio.get_running_loop().time() < deadline_s:
+            pid = {process.name: process.pid for process in self.processes()}[name]
+            if pid not in (None, pid_before) and await self._all_connected() and await self._is_healthy():
+                return
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def _is_healthy(self) -> bool:
+        return self._watch is not None and await self._watch.is_healthy()
 
     async def failed(self) -> str:
         """Completes, with one plain line, when serving cannot go on."""

@@ -2,7 +2,8 @@
 
     1  start(spec) execs a child and a task that waits for its end
     2  an end nobody asked for is a crash: policy.restart decides when to start again, or to leave it dead
-    3  an exit code among `final_exit_codes` is no crash but an answer ("cannot work"): never started again
+    3  an exit code among `final_exit_codes` is no crash but an answer ("cannot work", "drained"): never started again
+       unless restart() asked for it
     4  stop() ends all within a deadline; after it nothing is left, whatever state each child was in
     5  if this process dies, even by SIGKILL, the lifeline ends the children
 
@@ -13,7 +14,7 @@ import asyncio
 import enum
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
@@ -22,7 +23,12 @@ from disagg.cluster.process import ChildProcess, OnLine, ProcessSpec, start_chil
 from disagg.core.errors import ConfigurationError
 from disagg.policy.restart import DEFAULT_RESTART_POLICY, RestartDecision, RestartPolicy, restart_delay
 
+DRAINED_EXIT_CODE = 0
 CONFIGURATION_EXIT_CODE = 2
+FINAL_EXIT_CODES = {
+    DRAINED_EXIT_CODE: "it has drained and ended as asked",
+    CONFIGURATION_EXIT_CODE: "left dead: it cannot work as configured",
+}
 
 
 class ProcessPhase(enum.StrEnum):
@@ -79,6 +85,7 @@ class _Entry:
         self.keeper: asyncio.Task[None] | None = None
         self.crashes_s: list[float] = []
         self.num_starts = 0
+        self.is_restarting = False
         self.last_exit: ProcessExited | None = None
 
     def snapshot(self) -> ProcessSnapshot:
@@ -95,12 +102,12 @@ class Supervisor:
         on_line: OnLine,
         on_exit: Callable[[ProcessExited], None],
         policy: RestartPolicy = DEFAULT_RESTART_POLICY,
-        final_exit_codes: Collection[int] = (CONFIGURATION_EXIT_CODE,),
+        final_exit_codes: Mapping[int, str] = FINAL_EXIT_CODES,
     ) -> None:
         self._on_line = on_line
         self._on_exit = on_exit
         self._policy = policy
-        self._final_exit_codes = frozenset(final_exit_codes)
+        self._final_exit_codes = dict(final_exit_codes)
         self._entries: dict[str, _Entry] = {}
         self._lifeline = ParentEnd()
         self._is_closed = False
@@ -134,6 +141,26 @@ class Supervisor:
         if names is None and not self._is_closed:
             self._is_closed = True
             self._lifeline.close()
+
+    async def restart(self, name: str, *, timeout_s: float) -> None:
+        """Ask one process to end (it drains), and start it again; SIGKILL after timeout_s. Not counted as a crash."""
+        entry = self._entries[name]
+        child = entry.child
+        if child is None or not child.is_alive or self._is_closed:
+            return
+        entry.is_restarting = True
+        child.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await child.exited()
+        except TimeoutError:
+            child.send_signal(signal.SIGKILL, to_group=True)
+
+    def kill_one(self, name: str) -> None:
+        """SIGKILL one process that hangs; it is started again like any that crashed."""
+        child = self._entries[name].child
+        if child is not None and child.is_alive:
+            child.send_signal(signal.SIGKILL, to_group=True)
 
     def kill(self) -> None:
         """SIGKILL everything, now. A stop() that is under way then returns soon."""
@@ -175,11 +202,15 @@ class Supervisor:
                 return
 
     def _judge(self, entry: _Entry, child: ChildProcess, returncode: int) -> RestartDecision:
+        if entry.is_restarting:
+            entry.is_restarting = False
+            entry.phase = ProcessPhase.WAITING
+            return RestartDecision(0.0, "restarted as asked")
         now_s = asyncio.get_running_loop().time()
         # Older crashes cannot matter any more: the list stays bounded.
         entry.crashes_s = [*entry.crashes_s, now_s][-self._policy.max_crashes :]
         if returncode in self._final_exit_codes:
-            decision = RestartDecision(None, "left dead: it cannot work as configured")
+            decision = RestartDecision(None, self._final_exit_codes[returncode])
         else:
             decision = restart_delay(entry.crashes_s, now_s, self._policy)
         entry.phase = ProcessPhase.GIVEN_UP if decision.delay_s is None else ProcessPhase.WAITING

@@ -39,6 +39,7 @@ class WorkerView(msgspec.Struct, frozen=True):
     model: str
     state: WorkerStateView = WorkerStateView()
     connected: bool = True
+    draining: bool = False
 
 
 class ClusterView(msgspec.Struct, frozen=True):

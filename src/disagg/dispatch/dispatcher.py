@@ -11,22 +11,19 @@ Views of workers are hints: what a worker answers decides.
 
 from collections.abc import Callable
 
-import msgspec
-
 from disagg.core.errors import (
     DisaggError,
     Failure,
     FailureKind,
     InternalFault,
     InvalidRequest,
-    ModelNotFound,
-    Overloaded,
     Unavailable,
 )
-from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
+from disagg.core.ids import RequestId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, FinishReason
 from disagg.core.roles import Task
 from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
+from disagg.dispatch.config import RETRY_AFTER_S, DispatcherConfig
 from disagg.dispatch.events import (
     ChoiceStopped,
     ClientGone,
@@ -37,11 +34,11 @@ from disagg.dispatch.events import (
     WorkerMessageReceived,
     WorkerRegistered,
 )
+from disagg.dispatch.gate import Gate
 from disagg.dispatch.open_request import Choice, OpenRequest
 from disagg.dispatch.registry import Registry, WorkerRecord
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, TokensDelivered
-from disagg.policy.admission import Limits, default_max_tokens, impossible, too_much_claimed
-from disagg.policy.recovery import Recovery, RecoveryLimits, Verdict, after_failure, at_drain, while_unplaced
+from disagg.policy.recovery import Recovery, Verdict, after_failure, at_drain, while_unplaced
 from disagg.policy.routing import NoPlacement, Placement, choose, what_is_missing
 from disagg.protocol.lifecycle import ChoiceTrigger
 from disagg.protocol.messages import (
@@ -63,24 +60,8 @@ from disagg.telemetry.metrics import (
     MOVES,
     PLACEMENTS,
     PROMPT_TOKENS,
-    REJECTIONS,
     REQUESTS,
 )
-
-RETRY_AFTER_S = 1.0  # what a client is told when no worker can serve
-
-
-class DispatcherConfig(msgspec.Struct, frozen=True):
-    """What a router is told at its start."""
-
-    incarnation: Incarnation
-    tokenizer_digests: dict[str, str]  # by model name
-    local_prefill_tokens: int = 512  # longest prompt that a decode worker reads itself; 0: never
-    max_open_requests: int = 1024
-    beat_interval_s: float = 0.5
-    max_claimed_share: float = 8.0  # promised KV over KV that exists; more is turned away
-    first_token_timeout_s: float = 300.0  # of a placed choice; then it is given up
-    recovery: RecoveryLimits = RecoveryLimits()
 
 
 class Dispatcher:
@@ -91,7 +72,7 @@ class Dispatcher:
         self.counters = Counters()
         self.registry = Registry(config.tokenizer_digests)
         self._requests: dict[RequestId, OpenRequest] = {}
-        self._once_ready: dict[str, Limits] = {}  # of models that could be served at some time
+        self._gate = Gate(config, self.registry, self.counters)
         self._next_number = 0
         self._now_s = 0.0
         self._actions: list[DispatchAction] = []
@@ -141,7 +122,7 @@ class Dispatcher:
     def submit(self, request: GenerateRequest, now_s: float) -> tuple[RequestId, list[DispatchAction]]:
         """Open a request. Raises InvalidRequest, ModelNotFound, Unavailable or Overloaded, with nothing left behind."""
         self._now_s = now_s
-        request = self._checked(request)
+        request = self._gate.checked(request, self.num_open)
         request_id = RequestId(self.config.incarnation, self._next_number)
         self._next_number += 1
         opened = OpenRequest(request_id, request, now_s)
@@ -150,37 +131,6 @@ class Dispatcher:
         for choice in opened.choices:
             self._try_place(opened, choice)
         return request_id, self._take_actions()
-
-    def _checked(self, request: GenerateRequest) -> GenerateRequest:
-        model = request.model
-        if model not in self.registry.models:
-            self.counters.add(REJECTIONS, label="model_not_found")
-            known = ", ".join(self.registry.models)
-            raise ModelNotFound(f"no model {model!r} is served here; there is {known}", code="model_not_found")
-        if self.num_open >= self.config.max_open_requests:
-            self.counters.add(REJECTIONS, label="too_many_requests")
-            text = f"{self.num_open} requests are open, the limit is {self.config.max_open_requests}; try again later"
-            raise Overloaded(text, retry_after_s=RETRY_AFTER_S)
-        # Workers that were there come back: what they could serve may wait for them.
-        limits = self.registry.limits(model) or self._once_ready.get(model)
-        missing = what_is_missing(self.registry.views(model))
-        if limits is None or (missing and model not in self._once_ready):
-            self.counters.add(REJECTIONS, label="unavailable")
-            raise Unavailable(f"model {model} cannot be served now: {missing}", retry_after_s=RETRY_AFTER_S)
-        sampling = request.sampling
-        if request.is_open_ended:
-            most = default_max_tokens(len(request.prompt_ids), limits)
-            sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, most))
-            request = msgspec.structs.replace(request, sampling=sampling)
-        failure = impossible(len(request.prompt_ids), sampling.max_tokens, limits)
-        if failure is not None:
-            self.counters.add(REJECTIONS, label="impossible")
-            raise InvalidRequest(failure.message, code="context_length_exceeded")
-        failure = too_much_claimed(self.registry.views(model), self.config.max_claimed_share)
-        if failure is not None:
-            self.counters.add(REJECTIONS, label="overloaded")
-            raise Overloaded(failure.message, retry_after_s=RETRY_AFTER_S)
-        return request
 
     def _on_choice_stopped(self, event: ChoiceStopped) -> None:
         opened = self._requests.get(event.request_id)
@@ -304,7 +254,7 @@ class Dispatcher:
         self.registry.add(card, is_draining=event.is_draining)
         self._tell(card.worker_id, answer)
         self._announce()
-        self._note_ready(card.pool.model)
+        self._gate.note_ready(card.pool.model)
 
     def _on_lost(self, event: WorkerLost) -> None:
         if not self.registry.remove(event.worker_id, event.incarnation):
@@ -336,11 +286,6 @@ class Dispatcher:
         for record in self.registry.records():
             self._tell(record.card.worker_id, AnnouncePeers(self.registry.peers_to_meet(record.card)))
 
-    def _note_ready(self, model: str) -> None:
-        limits = self.registry.limits(model)
-        if limits is not None and not what_is_missing(self.registry.views(model)):
-            self._once_ready[model] = limits
-
     def _on_message(self, event: WorkerMessageReceived) -> None:
         record = self.registry.get(event.worker_id)
         message = event.message
@@ -358,7 +303,7 @@ class Dispatcher:
             if message.failure is None:
                 record.partners[message.peer] = message.peer_incarnation
                 record.refusals.pop(message.peer, None)
-                self._note_ready(record.card.pool.model)
+                self._gate.note_ready(record.card.pool.model)
             else:
                 record.partners.pop(message.peer, None)
                 record.refusals[message.peer] = message.failure

@@ -14,7 +14,8 @@ import uvicorn
 from disagg.channel.lifeline import watch_parent
 from disagg.core.errors import ConfigurationError
 from disagg.core.ids import MAX_INCARNATION, Incarnation
-from disagg.dispatch.dispatcher import Dispatcher, DispatcherConfig
+from disagg.dispatch.config import DispatcherConfig
+from disagg.dispatch.dispatcher import Dispatcher
 from disagg.modelfiles.fetch import resolve_model
 from disagg.modelfiles.tokenizer import load_tokenizer
 from disagg.router.app import create_app

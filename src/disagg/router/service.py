@@ -13,11 +13,20 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from disagg.channel.channel import Channel, listen, server_address
-from disagg.core.errors import PeerFault, ProtocolViolation, Unavailable
+from disagg.core.errors import Failure, FailureKind, PeerFault, ProtocolViolation, Unavailable
 from disagg.core.ids import RequestId, WorkerId
-from disagg.dispatch.actions import Deliver, DispatchAction, RefuseWorker, SendToWorker
+from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
 from disagg.dispatch.dispatcher import Dispatcher
-from disagg.dispatch.events import ChoiceStopped, ClientGone, WorkerLost, WorkerMessageReceived, WorkerRegistered
+from disagg.dispatch.events import (
+    ChoiceStopped,
+    ClientGone,
+    DispatchEvent,
+    DrainAsked,
+    TimePassed,
+    WorkerLost,
+    WorkerMessageReceived,
+    WorkerRegistered,
+)
 from disagg.dispatch.stream import (
     GenerateRequest,
     ModelStatus,
@@ -27,12 +36,20 @@ from disagg.dispatch.stream import (
     TokenStream,
 )
 from disagg.policy.routing import Path
-from disagg.protocol.messages import RegisterWorker, WorkerCard, WorkerState, WorkerToRouter
+from disagg.protocol.messages import (
+    AnswerDrain,
+    RegisterWorker,
+    RequestDrain,
+    WorkerCard,
+    WorkerState,
+    WorkerToRouter,
+)
 from disagg.router.metrics import RouterMetrics
 
 _log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
+MAX_SLEEP_S = 3600.0  # of the clock when the dispatcher has nothing to wait for
 
 _FROM_WORKER: msgspec.msgpack.Decoder[WorkerToRouter] = msgspec.msgpack.Decoder(WorkerToRouter)
 
@@ -105,7 +122,9 @@ class LiveService:
             SendToWorker: self._send,
             RefuseWorker: self._refuse,
             Deliver: self._deliver,
+            LogDecision: lambda action: _log.info("%s", action.text),
         }
+        self._timer: asyncio.TimerHandle | None = None
 
     async def listen(self, host: str, port: int) -> str:
         """Accept workers; gives "host:port". Raises OSError when the address cannot be bound."""
@@ -117,6 +136,8 @@ class LiveService:
         for stream in list(self._streams.values()):
             stream.put(RequestFailed(Unavailable("the router is stopping", retry_after_s=1.0)), self._metrics)
         self._streams.clear()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._server is not None:
             self._server.close()
         for channel in list(self._channels.values()):
@@ -127,7 +148,7 @@ class LiveService:
     # --- GenerationService -------------------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> TokenStream:
-        request_id, actions = self._dispatcher.submit(request)
+        request_id, actions = self._dispatcher.submit(request, time.monotonic())
         opened = self._dispatcher.open_request(request_id)
         path = opened.path if opened is not None else Path.MIXED
         stream = LiveStream(self, request_id, path, request.num_choices)
@@ -148,6 +169,7 @@ class LiveService:
                 "role": record.card.role,
                 "model": record.card.pool.model,
                 "connected": True,
+                "draining": record.is_draining,
                 "partners": sorted(record.partners),
                 "state": _state_fields(record.state),
             }
@@ -164,11 +186,11 @@ class LiveService:
     # --- streams -----------------------------------------------------------------------------------------------
 
     def stop_choice(self, request_id: RequestId, choice: int) -> None:
-        self._act(self._dispatcher.handle(ChoiceStopped(request_id, choice)))
+        self._handle(ChoiceStopped(request_id, choice))
         self._forget_ended(request_id)
 
     def abort(self, request_id: RequestId) -> None:
-        self._act(self._dispatcher.handle(ClientGone(request_id)))
+        self._handle(ClientGone(request_id))
         self._forget_ended(request_id)
 
     def check_invariants(self) -> None:
@@ -179,18 +201,30 @@ class LiveService:
     async def _welcome(self, channel: Channel[WorkerToRouter]) -> None:
         try:
             message = await channel.receive(HANDSHAKE_TIMEOUT_S)
-            if not isinstance(message, RegisterWorker):
+            if not isinstance(message, RegisterWorker | RequestDrain):
                 raise ProtocolViolation(f"{type(message).__name__} before registration")
         except PeerFault as error:
             _log.info("connection from %s refused: %s", channel.peer_address, error)
             await channel.close()
             return
+        if isinstance(message, RequestDrain):
+            channel.send(self._drain(message.worker_id))
+            await channel.close()
+            return
         card = message.card
         self._registering[card.worker_id] = channel
-        self._act(self._dispatcher.handle(WorkerRegistered(card)))
+        self._handle(WorkerRegistered(card, message.is_draining))
         self._registering.pop(card.worker_id, None)
         if channel.is_open and self._channels.get(card.worker_id) is channel:
             self._start(card, channel)
+
+    def _drain(self, worker_id: WorkerId) -> AnswerDrain:
+        if self._dispatcher.registry.get(worker_id) is None:
+            known = ", ".join(sorted(record.card.worker_id for record in self._dispatcher.registry.records()))
+            text = f"no worker {worker_id} is registered here; there is {known or 'none'}"
+            return AnswerDrain(Failure(FailureKind.INVALID_REQUEST, text))
+        self._handle(DrainAsked(worker_id))
+        return AnswerDrain()
 
     def _start(self, card: WorkerCard, channel: Channel[WorkerToRouter]) -> None:
         def on_lost(reason: str) -> None:
@@ -198,11 +232,11 @@ class LiveService:
                 return  # it has registered again on a newer connection
             del self._channels[card.worker_id]
             _log.warning("worker %s lost: %s", card.worker_id, reason)
-            self._act(self._dispatcher.handle(WorkerLost(card.worker_id, card.incarnation, reason)))
+            self._handle(WorkerLost(card.worker_id, card.incarnation, reason))
 
         def on_message(message: WorkerToRouter) -> None:
             event = WorkerMessageReceived(card.worker_id, card.incarnation, message)
-            self._act(self._dispatcher.handle(event))
+            self._handle(event)
 
         channel.start(
             beat_interval_s=self._beat_interval_s,
@@ -214,9 +248,21 @@ class LiveService:
 
     # --- actions -----------------------------------------------------------------------------------------------
 
+    def _handle(self, event: DispatchEvent) -> None:
+        self._act(self._dispatcher.handle(event, time.monotonic()))
+
     def _act(self, actions: list[DispatchAction]) -> None:
         for action in actions:
             self._perform[type(action)](action)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wait_s = self._dispatcher.next_wake_s() - time.monotonic()
+        if wait_s < MAX_SLEEP_S:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), self._handle, TimePassed())
 
     def _send(self, action: SendToWorker) -> None:
         joining = self._registering.pop(action.worker_id, None)

@@ -31,7 +31,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     step_id: StepId
     rows: tuple[StepRow, ...]
-    reports_layers: bool = False  # call on_layers as layers finish: some row is being handed off
+    reports_layers: bool = False  # a row is being handed off: finished layers must be readable by other threads
 
     @property
     def num_tokens(self) -> int:
@@ -45,7 +45,7 @@ class StepResult(msgspec.Struct, frozen=True):
     tokens: tuple[EmittedToken, ...]
 
 
-# Called on the step's own thread with the number of layers whose KV for this step is written and readable.
+# Called on the step's own thread after each layer, with the number of layers whose KV for this step is written.
 OnLayers = Callable[[int], None]
 
 

@@ -45,8 +45,7 @@ class FakeEngine:
         for layer in range(self._layout.num_layers):
             for row in plan.rows:
                 self._write(row, layer)
-            if plan.reports_layers:
-                on_layers(layer + 1)
+            on_layers(layer + 1)
         tokens = tuple(self._sample(row, row.sampling) for row in plan.rows if row.sampling is not None)
         return StepResult(plan.step_id, tokens)
 

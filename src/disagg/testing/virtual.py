@@ -15,7 +15,8 @@ from disagg.core.request import FinishReason
 from disagg.core.roles import HandoffMode, Numerics, Role
 from disagg.core.spans import KvLayout
 from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
-from disagg.dispatch.dispatcher import Dispatcher, DispatcherConfig
+from disagg.dispatch.config import DispatcherConfig
+from disagg.dispatch.dispatcher import Dispatcher
 from disagg.dispatch.events import (
     ChoiceStopped,
     ClientGone,

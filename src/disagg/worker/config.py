@@ -28,6 +28,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     handoff: HandoffMode = HandoffMode.LAYERWISE
     min_push_bytes: int = 256 * 1024
     lease_s: float = 30.0
+    progress_timeout_s: float = 10.0  # without a finished layer, or a turn of the loop: the process ends itself
+    drain_timeout_s: float = 60.0  # for what runs, once told to end
     beat_interval_s: float = 0.5
     beat_timeout_s: float = 5.0
     numerics: Numerics = Numerics.EXACT

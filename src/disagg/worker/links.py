@@ -218,7 +218,7 @@ class RouterLink:
         """Raises PeerFault, or ConfigurationError when refused. The future is set when the router is lost."""
         channel = await dial(self._address, _FROM_ROUTER, timeout_s=HANDSHAKE_TIMEOUT_S)
         try:
-            channel.send(RegisterWorker(self._peers.card))
+            channel.send(RegisterWorker(self._peers.card, self._worker.scheduler.is_draining))
             answer = await channel.receive(HANDSHAKE_TIMEOUT_S)
             if not isinstance(answer, AnswerRegistration):
                 raise ProtocolViolation(f"the router answered registration with {type(answer).__name__}")

@@ -1,7 +1,6 @@
 """Main of a worker process: load, listen, register, serve until told to stop."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
@@ -22,6 +21,7 @@ from disagg.worker.config import WorkerConfig
 from disagg.worker.courier import Courier, MakeMovers, Mover
 from disagg.worker.engines import LoadedEngine, load_engine
 from disagg.worker.links import BeatTimes, PeerLinks, RouterLink
+from disagg.worker.watchdog import Watchdog
 from disagg.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -43,26 +43,45 @@ def run_worker(config: WorkerConfig) -> int:
 
 
 async def _serve(config: WorkerConfig, loaded: LoadedEngine) -> None:
-    stop = asyncio.Event()
+    worker, peers = await start_worker(config, loaded, Watchdog(config.progress_timeout_s))
+    router = RouterLink(worker, peers, config.router_address, _beats(config))
+    serving = [asyncio.create_task(router.run()), asyncio.create_task(router.report_states())]
+    try:
+        ending = asyncio.create_task(_ending(worker, config.drain_timeout_s))
+        done, _ = await asyncio.wait({*serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:  # a refusal by the router, or a fault of ours, ends the process with its reason
+            task.result()
+    finally:
+        for task in (*serving, ending):
+            task.cancel()
+        await router.close()
+        await peers.close()
+        await worker.close()
+
+
+async def _ending(worker: Worker, drain_timeout_s: float) -> None:
+    """Returns when this process is to end: drained after a first signal or the router's word, or at a second signal."""
+    signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    worker, peers = await start_worker(config, loaded)
-    router = RouterLink(worker, peers, config.router_address, _beats(config))
-    tasks = [asyncio.create_task(router.run()), asyncio.create_task(router.report_states())]
-    stopping = asyncio.create_task(stop.wait())
-    done, _ = await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (*tasks, stopping):
-        task.cancel()
-    await router.close()
-    await peers.close()
-    await worker.close()
-    for task in done:  # a refusal by the router, or a fault of ours, ends the process with its reason
-        with contextlib.suppress(asyncio.CancelledError):
-            task.result()
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    drained = asyncio.create_task(worker.drained())
+    first = asyncio.create_task(signals.get())
+    await asyncio.wait({drained, first}, return_when=asyncio.FIRST_COMPLETED)
+    if drained.done():
+        _log.info("drained")
+        return
+    worker.drain()
+    second = asyncio.create_task(signals.get())
+    await asyncio.wait({drained, second}, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if not drained.done():
+        reason = "a second signal came" if second.done() else f"it took more than {drain_timeout_s:g} s"
+        _log.warning("not drained: %s; %d sequences are dropped", reason, worker.scheduler.snapshot().num_running)
 
 
-async def start_worker(config: WorkerConfig, loaded: LoadedEngine) -> tuple[Worker, PeerLinks]:
+async def start_worker(
+    config: WorkerConfig, loaded: LoadedEngine, watchdog: Watchdog | None = None
+) -> tuple[Worker, PeerLinks]:
     """A worker that listens for peers and knows no router yet."""
     engine = loaded.engine
     incarnation = Incarnation(secrets.randbelow(MAX_INCARNATION))
@@ -78,7 +97,7 @@ async def start_worker(config: WorkerConfig, loaded: LoadedEngine) -> tuple[Work
         data_endpoints=(),
     )
     courier = Courier(card, _tcp(config, loaded, worker_id, incarnation))
-    worker = Worker(scheduler_config(config, loaded, incarnation), engine, courier)
+    worker = Worker(scheduler_config(config, loaded, incarnation), engine, courier, watchdog)
     peers = PeerLinks(worker, courier.card, _beats(config))
     await peers.listen(config.host)
     courier.card = peers.card

@@ -25,10 +25,11 @@ from disagg.scheduler.actions import (
     StopPushes,
 )
 from disagg.scheduler.config import SchedulerConfig
-from disagg.scheduler.engine import Engine, StepPlan
-from disagg.scheduler.events import ClockTicked, Event, LayersComputed, StepFailed, StepFinished
+from disagg.scheduler.engine import Engine, OnLayers, StepPlan
+from disagg.scheduler.events import ClockTicked, DrainRequested, Event, LayersComputed, StepFailed, StepFinished
 from disagg.scheduler.scheduler import Scheduler
 from disagg.worker.courier import Courier
+from disagg.worker.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +39,12 @@ MAX_SLEEP_S = 3600.0  # of the clock when the scheduler has nothing to wait for
 class Worker:
     """Owns scheduler, step thread and courier. Links to router and peers are given their say by callbacks."""
 
-    def __init__(self, config: SchedulerConfig, engine: Engine, courier: Courier) -> None:
+    def __init__(
+        self, config: SchedulerConfig, engine: Engine, courier: Courier, watchdog: Watchdog | None = None
+    ) -> None:
         self.scheduler = Scheduler(config)
+        self._watchdog = watchdog
+        self._drained = asyncio.Event()
         self.courier = courier
         self._engine = engine
         self._steps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
@@ -71,6 +76,8 @@ class Worker:
         actions: list[Action] = self.scheduler.handle(event, time.monotonic())
         for action in actions:
             self._perform[type(action)](action)
+        if self.scheduler.is_draining and self.scheduler.is_idle:
+            self._drained.set()
         self._set_timer()
 
     # --- links -------------------------------------------------------------------------------------------------
@@ -87,8 +94,23 @@ class Worker:
         self._peers.pop(worker_id, None)
         self.courier.disconnect(worker_id)
 
+    def drain(self) -> None:
+        """Take no new work from now on, and let the router know. Idempotent."""
+        if not self.scheduler.is_draining:
+            self.handle(DrainRequested())
+            self.report_state()
+
+    async def drained(self) -> None:
+        """Completes when a drain has been asked for, here or by the router, and nothing is left to do."""
+        await self._drained.wait()
+
     def report_state(self) -> None:
-        self._tell_router(SendToRouter(ReportState(self.scheduler.config.role, self.scheduler.snapshot())))
+        """Also the loop's sign of life for the watchdog."""
+        if self._watchdog is not None:
+            self._watchdog.stamp_loop()
+        scheduler = self.scheduler
+        report = ReportState(scheduler.config.role, scheduler.snapshot(), scheduler.is_draining)
+        self._tell_router(SendToRouter(report))
 
     async def close(self) -> None:
         """Stop the step thread and the transport. A step that runs is waited for: it cannot be interrupted."""
@@ -97,6 +119,8 @@ class Worker:
             self._timer.cancel()
         await self._loop.run_in_executor(None, self._steps.shutdown)
         await self._loop.run_in_executor(None, self.courier.close)
+        if self._watchdog is not None:
+            self._watchdog.close()
 
     def check_invariants(self) -> None:
         self.scheduler.check_invariants()
@@ -120,13 +144,29 @@ class Worker:
         """On the step thread."""
         started_s = time.perf_counter()
         try:
-            result = self._engine.run_step(plan, lambda num_layers: self.post(LayersComputed(plan.step_id, num_layers)))
+            self._stamp()
+            result = self._engine.run_step(plan, self._on_layers(plan))
         except Exception as error:  # whatever the engine raises ends this step's sequences, not the worker
             _log.exception("step %d failed", plan.step_id)
             failure = Failure(FailureKind.INTERNAL, f"step {plan.step_id} failed: {type(error).__name__}: {error}")
             self.post(StepFailed(plan.step_id, failure))
         else:
             self.post(StepFinished(result, time.perf_counter() - started_s))
+        finally:
+            if self._watchdog is not None:
+                self._watchdog.end_step()
+
+    def _on_layers(self, plan: StepPlan) -> OnLayers:
+        def on_layers(num_layers: int) -> None:
+            self._stamp()
+            if plan.reports_layers:
+                self.post(LayersComputed(plan.step_id, num_layers))
+
+        return on_layers
+
+    def _stamp(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stamp_step()
 
     # --- time --------------------------------------------------------------------------------------------------
 

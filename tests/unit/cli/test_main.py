@@ -86,6 +86,8 @@ def test_every_worker_field_survives_the_command_line(launched: Launched, monkey
         handoff=HandoffMode.SYNC,
         min_push_bytes=1,
         lease_s=1.5,
+        progress_timeout_s=3.5,
+        drain_timeout_s=4.5,
         beat_interval_s=0.1,
         beat_timeout_s=0.75,
         numerics=Numerics.BOUNDED,

@@ -1,0 +1,21 @@
+"""What a router's dispatcher is told at its start."""
+
+import msgspec
+
+from disagg.core.ids import Incarnation
+from disagg.policy.recovery import RecoveryLimits
+
+RETRY_AFTER_S = 1.0  # what a client is told when nobody can serve it now
+
+
+class DispatcherConfig(msgspec.Struct, frozen=True):
+    """What a router is told at its start."""
+
+    incarnation: Incarnation
+    tokenizer_digests: dict[str, str]  # by model name
+    local_prefill_tokens: int = 512  # longest prompt that a decode worker reads itself; 0: never
+    max_open_requests: int = 1024
+    beat_interval_s: float = 0.5
+    max_claimed_share: float = 8.0  # promised KV over KV that exists; more is turned away
+    first_token_timeout_s: float = 300.0  # of a placed choice; then it is given up
+    recovery: RecoveryLimits = RecoveryLimits()

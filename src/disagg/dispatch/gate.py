@@ -1,0 +1,60 @@
+"""Which requests are let in: checked against the model's limits and what is promised already."""
+
+import msgspec
+
+from disagg.core.errors import InvalidRequest, ModelNotFound, Overloaded, Unavailable
+from disagg.dispatch.config import RETRY_AFTER_S, DispatcherConfig
+from disagg.dispatch.registry import Registry
+from disagg.dispatch.stream import GenerateRequest
+from disagg.policy.admission import Limits, default_max_tokens, impossible, too_much_claimed
+from disagg.policy.routing import what_is_missing
+from disagg.telemetry.counters import Counters
+from disagg.telemetry.metrics import REJECTIONS
+
+
+class Gate:
+    """Remembers which models could be served at some time: their workers may come back, and requests may wait."""
+
+    def __init__(self, config: DispatcherConfig, registry: Registry, counters: Counters) -> None:
+        self._config = config
+        self._registry = registry
+        self._counters = counters
+        self._once_ready: dict[str, Limits] = {}
+
+    def note_ready(self, model: str) -> None:
+        """Called whenever a worker of the model has come or paired."""
+        limits = self._registry.limits(model)
+        if limits is not None and not what_is_missing(self._registry.views(model)):
+            self._once_ready[model] = limits
+
+    def checked(self, request: GenerateRequest, num_open: int) -> GenerateRequest:
+        """The request as it will run. Raises InvalidRequest, ModelNotFound, Unavailable or Overloaded."""
+        model = request.model
+        if model not in self._registry.models:
+            self._counters.add(REJECTIONS, label="model_not_found")
+            known = ", ".join(self._registry.models)
+            raise ModelNotFound(f"no model {model!r} is served here; there is {known}", code="model_not_found")
+        if num_open >= self._config.max_open_requests:
+            self._counters.add(REJECTIONS, label="too_many_requests")
+            text = f"{num_open} requests are open, the limit is {self._config.max_open_requests}; try again later"
+            raise Overloaded(text, retry_after_s=RETRY_AFTER_S)
+        # Workers that were there come back: what they could serve may wait for them.
+        limits = self._registry.limits(model) or self._once_ready.get(model)
+        missing = what_is_missing(self._registry.views(model))
+        if limits is None or (missing and model not in self._once_ready):
+            self._counters.add(REJECTIONS, label="unavailable")
+            raise Unavailable(f"model {model} cannot be served now: {missing}", retry_after_s=RETRY_AFTER_S)
+        sampling = request.sampling
+        if request.is_open_ended:
+            most = default_max_tokens(len(request.prompt_ids), limits)
+            sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, most))
+            request = msgspec.structs.replace(request, sampling=sampling)
+        failure = impossible(len(request.prompt_ids), sampling.max_tokens, limits)
+        if failure is not None:
+            self._counters.add(REJECTIONS, label="impossible")
+            raise InvalidRequest(failure.message, code="context_length_exceeded")
+        failure = too_much_claimed(self._registry.views(model), self._config.max_claimed_share)
+        if failure is not None:
+            self._counters.add(REJECTIONS, label="overloaded")
+            raise Overloaded(failure.message, retry_after_s=RETRY_AFTER_S)
+        return request
