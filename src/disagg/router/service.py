@@ -16,7 +16,7 @@ from disagg.channel.channel import Channel, listen, server_address
 from disagg.core.errors import PeerFault, ProtocolViolation, Unavailable
 from disagg.core.ids import RequestId, WorkerId
 from disagg.dispatch.actions import Deliver, DispatchAction, RefuseWorker, SendToWorker
-from disagg.dispatch.dispatcher import Dispatcher
+from disagg.dispatch.dispatcher import Dispatcher, OpenRequest
 from disagg.dispatch.events import ChoiceStopped, ClientGone, WorkerLost, WorkerMessageReceived, WorkerRegistered
 from disagg.dispatch.stream import (
     GenerateRequest,
@@ -40,20 +40,26 @@ _FROM_WORKER: msgspec.msgpack.Decoder[WorkerToRouter] = msgspec.msgpack.Decoder(
 class LiveStream:
     """One open request. Events are put in by the service, read by one reader."""
 
-    def __init__(self, service: "LiveService", request_id: RequestId, path: Path, num_choices: int) -> None:
+    def __init__(
+        self, service: "LiveService", request_id: RequestId, opened: OpenRequest | None, num_choices: int
+    ) -> None:
         self._service = service
         self._request_id = request_id
-        self._path = path
+        self._opened = opened
+        self._path = opened.path if opened is not None else Path.MIXED
         self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()  # bounded by max_tokens of each choice
         self._open_choices = set(range(num_choices))
         self._last_token_s = [time.monotonic()] * num_choices
         self._has_token = [False] * num_choices
         self._is_over = False
-        self.num_cached_tokens = 0
 
     @property
     def request_id(self) -> RequestId:
         return self._request_id
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self._opened.num_cached_tokens if self._opened is not None else 0
 
     async def events(self) -> AsyncIterator[StreamEvent]:
         while self._open_choices:
@@ -128,9 +134,7 @@ class LiveService:
 
     def submit(self, request: GenerateRequest) -> TokenStream:
         request_id, actions = self._dispatcher.submit(request)
-        opened = self._dispatcher.open_request(request_id)
-        path = opened.path if opened is not None else Path.MIXED
-        stream = LiveStream(self, request_id, path, request.num_choices)
+        stream = LiveStream(self, request_id, self._dispatcher.open_request(request_id), request.num_choices)
         self._streams[request_id] = stream
         self._act(actions)
         return stream
@@ -217,6 +221,10 @@ class LiveService:
     def _act(self, actions: list[DispatchAction]) -> None:
         for action in actions:
             self._perform[type(action)](action)
+        # Only now: one message of a worker may carry the last tokens of several choices.
+        for action in actions:
+            if isinstance(action, Deliver):
+                self._forget_ended(action.request_id)
 
     def _send(self, action: SendToWorker) -> None:
         joining = self._registering.pop(action.worker_id, None)
@@ -237,11 +245,7 @@ class LiveService:
     def _deliver(self, action: Deliver) -> None:
         stream = self._streams.get(action.request_id)
         if stream is not None:
-            opened = self._dispatcher.open_request(action.request_id)
-            if opened is not None:
-                stream.num_cached_tokens = opened.num_cached_tokens
             stream.put(action.event, self._metrics)
-            self._forget_ended(action.request_id)
 
     def _forget_ended(self, request_id: RequestId) -> None:
         if self._dispatcher.open_request(request_id) is None:
