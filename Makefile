@@ -50,8 +50,10 @@ parity: $(STAMP) ## the real model, token by token, against references (minutes)
 	$(PYTEST) -m "slow and not gpu" --timeout 1800 $(ARGS)
 
 .PHONY: bench
-bench: $(STAMP) ## every benchmark; each prints both sides, the ratio and one JSON line
-	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) "$$script" $(ARGS); done
+bench: $(STAMP) ## every benchmark, on a quiet machine: 20 minutes (ARGS=--quick: 5)
+	@echo "== transport"; $(PY) benchmarks/transport.py
+	@echo "== hand-off cost"; $(PY) benchmarks/handoff_cost.py $(ARGS)
+	@echo "== interference"; $(PY) benchmarks/interference.py $(ARGS)
 
 .PHONY: clean
 clean: ## remove .venv and caches

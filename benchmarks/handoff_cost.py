@@ -13,16 +13,29 @@ hidden share     bytes that the destination had acknowledged before the prompt w
 
 import asyncio
 import contextlib
+import itertools
 import random
 import statistics
 
 import msgspec
-from harness import Metrics, Prompts, TokenStream, check_pinned, commit, hardware, options, report_json, scrape
-from harness import serving, verdict, wait_idle
 
 from disagg.core.spans import Span
 from disagg.telemetry.metrics import HANDOFF_BYTES, HANDOFFS, PUSHES
-from disagg.testing.processes import Serve
+from disagg.testing.processes import Serve, wait_until
+from harness import (
+    Metrics,
+    Prompts,
+    TokenStream,
+    check_pinned,
+    commit,
+    hardware,
+    options,
+    report_json,
+    scrape,
+    serving,
+    verdict,
+    wait_idle,
+)
 
 PROMPT_TOKENS = 1024
 ANSWER_TOKENS = 8
@@ -78,7 +91,7 @@ async def ask(server: Serve, body: dict[str, object]) -> tuple[Times, str]:
     if usage.completion_tokens != len(stream.token_s) or usage.prompt_tokens_details["cached_tokens"]:
         raise SystemExit(f"{len(stream.token_s)} events with text, but {usage}: these times would mean nothing")
     at_ms = [1e3 * (token_s - stream.sent_s) for token_s in stream.token_s]
-    gaps = [after - before for before, after in zip(at_ms[1:], at_ms[2:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(at_ms[1:])]
     await wait_idle(server)
     return Times(at_ms[0], at_ms[1], statistics.median(gaps)), stream.text
 
@@ -96,13 +109,15 @@ def transfer(metrics: Metrics) -> Transfer:
 
 
 async def settled_transfer(server: Serve, num_handoffs: int) -> Transfer:
-    """Counters travel with the workers' reports: wait for those that know of every hand-off. Raises TimeoutError."""
-    async with asyncio.timeout(COUNTERS_TIMEOUT_S):
-        while True:
-            found = transfer(await asyncio.to_thread(scrape, server))
-            if found.num_handoffs >= num_handoffs:
-                return found
-            await asyncio.sleep(0.1)
+    """Counters travel with the workers' reports: wait for those that know of every hand-off. Raises InternalFault."""
+    found: list[Transfer] = []
+
+    def is_settled() -> bool:
+        found.append(transfer(scrape(server)))
+        return found[-1].num_handoffs >= num_handoffs
+
+    await asyncio.to_thread(wait_until, is_settled, COUNTERS_TIMEOUT_S, f"the counters of {num_handoffs} hand-offs")
+    return found[-1]
 
 
 async def measure(

@@ -7,6 +7,8 @@ model goes on with. So every token of an answer has text of its own, and the cli
 import argparse
 import asyncio
 import contextlib
+import functools
+import itertools
 import os
 import platform
 import random
@@ -24,7 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from disagg.modelfiles.config import ModelConfig, read_config
 from disagg.modelfiles.fetch import resolve_model, served_name
 from disagg.modelfiles.tokenizer import load_tokenizer
-from disagg.testing.processes import Serve
+from disagg.testing.processes import Serve, wait_until
 
 READY_TIMEOUT_S = 180.0
 IDLE_TIMEOUT_S = 30.0
@@ -78,10 +80,13 @@ def scrape(server: Serve) -> Metrics:
 
 
 async def wait_idle(server: Serve) -> None:
-    """Until the router has no open request. Raises TimeoutError."""
-    async with asyncio.timeout(IDLE_TIMEOUT_S), httpx.AsyncClient(trust_env=False) as client:
-        while (await client.get(f"{server.url}/cluster")).json()["router"]["num_open_requests"]:
-            await asyncio.sleep(0.05)
+    """Until the router has no open request. Raises InternalFault when it goes on having one."""
+
+    def is_idle() -> bool:
+        view = httpx.get(f"{server.url}/cluster", timeout=10.0, trust_env=False).json()
+        return int(view["router"]["num_open_requests"]) == 0
+
+    await asyncio.to_thread(wait_until, is_idle, IDLE_TIMEOUT_S, f"the end of all requests at {server.url}")
 
 
 # ---- client
@@ -122,12 +127,13 @@ class TokenStream(asyncio.Protocol):
     async def open(cls, url: str, body: Mapping[str, object]) -> Self:
         """Connect, then send: the connection's set-up is not part of any time."""
         address = urlsplit(url)
+        host, port = address.hostname or "127.0.0.1", address.port or 80
         content = msgspec.json.encode(body)
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
         request = f"{head}Content-Length: {len(content)}\r\nConnection: close\r\n\r\n".encode() + content
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(10.0):
-            _, stream = await loop.create_connection(lambda: cls(request), address.hostname, address.port)
+            _, stream = await loop.create_connection(lambda: cls(request), host, port)
         return stream
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -198,6 +204,43 @@ class TokenStream(asyncio.Protocol):
                 yield msgspec.json.decode(payload, type=_Chunk)
 
 
+class Writer:
+    """One client that asks again as soon as its answer is over."""
+
+    def __init__(self, url: str, body: Mapping[str, object], answer_timeout_s: float) -> None:
+        self.streams: list[TokenStream] = []
+        self._url = url
+        self._body = body
+        self._answer_timeout_s = answer_timeout_s
+
+    async def start(self, num_tokens: int) -> None:
+        """Ask for the first time; returns when that many tokens have come."""
+        self.streams.append(await TokenStream.open(self._url, self._body))
+        await self.streams[0].reached(num_tokens, self._answer_timeout_s)
+
+    async def go_on(self) -> None:
+        """Until cancelled. Raises ConnectionError, TimeoutError when an answer fails."""
+        while True:
+            await self.streams[-1].finish(self._answer_timeout_s)
+            self.streams.append(await TokenStream.open(self._url, self._body))
+
+    def stop(self) -> None:
+        for stream in self.streams:
+            stream.abort()
+
+    def gaps(self, start_s: float, stop_s: float) -> Iterator[tuple[float, float]]:
+        """(begin, end) of every gap that ends in the window."""
+        for stream in self.streams:
+            for begin_s, end_s in itertools.pairwise(stream.token_s):
+                if start_s < end_s <= stop_s:
+                    yield begin_s, end_s
+
+
+async def until(at_s: float) -> None:
+    """Until time.perf_counter() shows at_s."""
+    await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
+
+
 # ---- prompts
 
 
@@ -256,7 +299,9 @@ def hardware() -> str:
     return f"{name}, {os.cpu_count()} cores, {platform.system()} {platform.release()}"
 
 
+@functools.cache
 def commit() -> str:
+    """Of the files as they were at the first call; marked when they are not all committed."""
     here = os.path.dirname(os.path.abspath(__file__))
     answers = [
         subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
@@ -271,7 +316,7 @@ def options(description: str | None, rounds: int) -> argparse.ArgumentParser:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--quick", action="store_true", help="one short round: proves that it works, not how fast it is")
+    parser.add_argument("--quick", action="store_true", help="one short round: shows that it works, not how fast")
     parser.add_argument("--json", metavar="PATH", help="write the last line's JSON there too")
     return parser
 

@@ -84,7 +84,7 @@ def _load_gguf(reader: gguf.GGUFReader) -> PreTrainedModel:
             for part, num_heads in heads.items():
                 if part in name:
                     array = _halves(array, num_heads)
-            parameter.copy_(torch.from_numpy(np.ascontiguousarray(array)))
+            parameter.copy_(torch.from_numpy(np.array(array)))
     return model
 
 

@@ -76,7 +76,7 @@ def test_the_check_can_fail_and_a_rule_can_mend() -> None:
     def fickle(x: Tensor) -> Tensor:
         if len(x) < 3:
             return (x.flip(1) @ weight.flip(1).t()) * (1 + 1e-6)
-        return torch.cat([row @ weight.t() for row in x.split(1)])
+        return torch.cat([row @ weight.t() for row in torch.split(x, 1)])
 
     assert not is_row_invariant(fickle, random_tensor(64, 72), [1, 2, 3])
     assert find_row_rule(fickle, 72, 40) == RowRule(4)
@@ -137,7 +137,8 @@ def test_attention_is_independent_of_batch_and_chunks(
     whole = attend([(0, length)])
     reference = torch.nn.functional.scaled_dot_product_attention(
         queries.transpose(0, 1)[None],
-        *(arena.tensor[0, kv].flatten(0, 1)[slots[:length]].transpose(0, 1)[None] for kv in (0, 1)),
+        arena.tensor[0, 0].flatten(0, 1)[slots[:length]].transpose(0, 1)[None],
+        arena.tensor[0, 1].flatten(0, 1)[slots[:length]].transpose(0, 1)[None],
         is_causal=True,
         enable_gqa=True,
     )

@@ -20,11 +20,12 @@ from disagg.modelfiles.tokenizer import load_tokenizer
 from disagg.telemetry import metrics as table
 from disagg.testing.processes import Serve
 from tests.e2e.cluster import Front, Readings
-from tests.parity.prompts import BORDERS, CHUNK_BORDERS, LONG, Prompt, Spelling, make_prompts
+from tests.parity.prompts import BORDERS, CHUNK, CHUNK_BORDERS, LONG, Prompt, Spelling, make_prompts
 from tests.parity.reference import Reference
 
 NUM_TOKENS = 64
 NUM_AT_ONCE = 8
+NUM_SAMPLED = 2  # prompts
 NUM_NEAR_TIES_ALLOWED = 1  # prompts of a full set
 PAIR = ("--prefill", "1", "--decode", "1")
 
@@ -58,16 +59,21 @@ class Session:
         self._name = served_name
         self._spelling = Spelling(load_tokenizer(model))
 
-    def transcript(self, prompts: Sequence[Prompt], num_tokens: int, *, is_twice: bool) -> Transcript:
-        """Everything 8 at once and, if asked, alone; some paths meet a cold prefix index alone, some in company."""
-        greedy: list[list[tuple[int, ...]]] = []
-        first_together = self._way in (Way.MIXED, Way.LAYERWISE)
-        for num_at_once in (NUM_AT_ONCE, 1) if first_together else (1, NUM_AT_ONCE):
-            if is_twice or num_at_once > 1:
-                greedy.append(self._ask_all(prompts, num_tokens, num_at_once))
-        for prompt, one, other in zip(prompts, greedy[0], greedy[-1], strict=True):
+    def transcript(self, prompts: Sequence[Prompt], num_tokens: int, alone_step: int) -> Transcript:
+        """All prompts 8 at once, and every alone_step-th alone.
+
+        Some paths meet a cold prefix index alone, some in company.
+        """
+        alone = prompts[::alone_step]
+        if self._way in (Way.MIXED, Way.LAYERWISE):
+            together = self._ask_all(prompts, num_tokens, NUM_AT_ONCE)
+            apart = self._ask_all(alone, num_tokens, 1)
+        else:
+            apart = self._ask_all(alone, num_tokens, 1)
+            together = self._ask_all(prompts, num_tokens, NUM_AT_ONCE)
+        for prompt, one, other in zip(alone, apart, together[::alone_step], strict=True):
             assert one == other, f"{self._way.name}, {prompt.name}: alone and in company differ"
-        return Transcript(greedy[0], self._ask_sampled(prompts[:3], num_tokens))
+        return Transcript(together, self._ask_sampled(prompts[:NUM_SAMPLED], num_tokens))
 
     def _ask_all(self, prompts: Sequence[Prompt], num_tokens: int, num_at_once: int) -> list[tuple[int, ...]]:
         before = self._front.readings()
@@ -80,12 +86,16 @@ class Session:
     def _ask_sampled(self, prompts: Sequence[Prompt], num_tokens: int) -> list[tuple[int, ...]]:
         """Chance is a pure function of seed, choice and position."""
         before = self._front.readings()
+        asked = [(prompt, more) for prompt in prompts for more in ({"seed": 7, "n": 2}, {"seed": 7}, {"seed": 8})]
+        with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+            jobs = [threads.submit(self._ask, prompt, num_tokens, temperature=0.8, **more) for prompt, more in asked]
+            answers = [job.result() for job in jobs]
         sampled: list[tuple[int, ...]] = []
-        for prompt in prompts:
-            first, second = self._ask(prompt, num_tokens, temperature=0.8, seed=7, n=2)
+        for number, prompt in enumerate(prompts):
+            (first, second), (again,), (other,) = answers[3 * number : 3 * number + 3]
             assert first != second, f"{prompt.name}: two choices of one seed are equal"
-            assert self._ask(prompt, num_tokens, temperature=0.8, seed=7)[0] == first, f"{prompt.name}: asked again"
-            assert self._ask(prompt, num_tokens, temperature=0.8, seed=8)[0] != first, f"{prompt.name}: another seed"
+            assert again == first, f"{prompt.name}: the same seed gives something else when asked again"
+            assert other != first, f"{prompt.name}: another seed gives the same"
             sampled += [first, second]
         self._check_counters(before, 4 * len(prompts), 4 * sum(len(prompt.ids) for prompt in prompts))
         return sampled
@@ -119,20 +129,33 @@ class Session:
         assert self._front.readings().total(table.HANDOFF_BYTES, visibility="hidden") > 0
 
 
-def run_ways(
-    model: str, path: Path, prompts: Sequence[Prompt], arguments: Sequence[str], num_tokens: int, *, is_twice: bool
-) -> dict[Way, Transcript]:
-    """One cluster after the other."""
-    transcripts = {}
-    for way in Way:
-        with Serve((model, *way.value, *arguments)) as serve, Front(serve.url, timeout_s=300.0) as front:
-            name = front.cluster().models[0].model
-            session = Session(front, way, path, name)
-            transcripts[way] = session.transcript(prompts, num_tokens, is_twice=is_twice)
-            if way is Way.LAYERWISE and any(len(prompt.ids) > 500 for prompt in prompts):
-                session.check_layerwise_hides()
-            front.wait_idle(len(front.cluster().workers))
-    return transcripts
+class Plan(NamedTuple):
+    """What every path of one model is asked."""
+
+    model: str  # as `disagg serve` takes it
+    path: Path
+    arguments: tuple[str, ...]
+    prompts: list[Prompt]
+    num_tokens: int = NUM_TOKENS
+    alone_step: int = 1
+    num_clusters_at_once: int = 1
+
+
+def run_ways(plan: Plan) -> dict[Way, Transcript]:
+    """A cluster per path."""
+    with ThreadPoolExecutor(plan.num_clusters_at_once) as threads:
+        return dict(zip(Way, threads.map(lambda way: run_way(way, plan), Way), strict=True))
+
+
+def run_way(way: Way, plan: Plan) -> Transcript:
+    with Serve((plan.model, *way.value, *plan.arguments)) as serve, Front(serve.url, timeout_s=300.0) as front:
+        view = front.cluster()
+        session = Session(front, way, plan.path, view.models[0].model)
+        transcript = session.transcript(plan.prompts, plan.num_tokens, plan.alone_step)
+        if way is Way.LAYERWISE and any(len(prompt.ids) > CHUNK for prompt in plan.prompts):
+            session.check_layerwise_hides()
+        front.wait_idle(len(view.workers))
+        return transcript
 
 
 def check_ways(transcripts: dict[Way, Transcript], prompts: Sequence[Prompt]) -> None:
@@ -158,15 +181,19 @@ def check_reference(path: Path, prompts: Sequence[Prompt], answers: Sequence[Seq
     assert len(with_ties) <= NUM_NEAR_TIES_ALLOWED, with_ties
 
 
+def check(plan: Plan) -> None:
+    transcripts = run_ways(plan)
+    check_ways(transcripts, plan.prompts)
+    check_reference(plan.path, plan.prompts, transcripts[Way.MIXED].greedy)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("architecture", ["tiny_llama", "tiny_qwen2"])
 def test_tiny_models_answer_alike_on_every_path(architecture: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(architecture)
     prompts = make_prompts(path, (*BORDERS, *CHUNK_BORDERS, 600, 630))
     arguments = ("--kv-memory", "16M", "--num-threads", "1", "--beat-interval-s", "0.1", "--min-push-bytes", "4K")
-    transcripts = run_ways(str(path), path, prompts, arguments, NUM_TOKENS, is_twice=True)
-    check_ways(transcripts, prompts)
-    check_reference(path, prompts, transcripts[Way.MIXED].greedy)
+    check(Plan(str(path), path, arguments, prompts, alone_step=3, num_clusters_at_once=2))
 
 
 @pytest.mark.real_model
@@ -174,9 +201,7 @@ def test_tiny_models_answer_alike_on_every_path(architecture: str, request: pyte
 def test_the_real_model_answers_short_prompts_alike_on_every_path(smollm2_path: Path) -> None:
     prompts = make_prompts(smollm2_path, (1, 16, 17))[:5]
     arguments = ("--kv-memory", "64M", "--beat-interval-s", "0.1")
-    transcripts = run_ways("smollm2", smollm2_path, prompts, arguments, 16, is_twice=False)
-    check_ways(transcripts, prompts)
-    check_reference(smollm2_path, prompts, transcripts[Way.MIXED].greedy)
+    check(Plan("smollm2", smollm2_path, arguments, prompts, num_tokens=8, alone_step=5, num_clusters_at_once=2))
 
 
 @pytest.mark.real_model
@@ -186,6 +211,4 @@ def test_the_real_model_answers_alike_on_every_path(smollm2_path: Path) -> None:
     prompts = make_prompts(smollm2_path, (*BORDERS, *CHUNK_BORDERS, *LONG))
     assert len(prompts) == 24
     arguments = ("--kv-memory", "768M", "--beat-interval-s", "0.1")
-    transcripts = run_ways("smollm2", smollm2_path, prompts, arguments, NUM_TOKENS, is_twice=True)
-    check_ways(transcripts, prompts)
-    check_reference(smollm2_path, prompts, transcripts[Way.MIXED].greedy)
+    check(Plan("smollm2", smollm2_path, arguments, prompts, alone_step=2))

@@ -21,7 +21,7 @@ def tiny_model(
     num_kv_heads: int = 2,
 ) -> PreTrainedModel:
     """A seeded model in memory: 6 heads over 2, odd sizes, weights wide enough for models to disagree."""
-    sizes = {
+    sizes: dict[str, object] = {
         "vocab_size": TINY_VOCAB,
         "hidden_size": 72,
         "intermediate_size": 112,

@@ -1,5 +1,7 @@
 """Every message survives its encoding; random bytes never do worse than a DecodeError; journals in any order."""
 
+import contextlib
+import enum
 import typing
 
 import msgspec
@@ -44,8 +46,8 @@ def values_of(kind: object) -> st.SearchStrategy[object]:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         hints = typing.get_type_hints(kind)
         return st.builds(kind, **{name: values_of(hints[name]) for name in kind.__struct_fields__})
-    assert isinstance(kind, type), kind
-    return st.sampled_from(list(kind))
+    assert isinstance(kind, enum.EnumType), kind
+    return st.sampled_from([*kind.__members__.values()])
 
 
 @pytest.mark.parametrize(("direction", "kind"), MESSAGES, ids=[f"{way}: {kind.__name__}" for way, kind in MESSAGES])
@@ -82,10 +84,8 @@ def test_a_message_of_another_direction_is_refused(direction: str) -> None:
 @example(payload=b"\xdd\xff\xff\xff\xff")  # an array of 4 billion elements
 @example(payload=b"\xc6\xff\xff\xff\xff")
 def test_random_bytes_are_no_worse_than_a_decode_error(direction: str, payload: bytes) -> None:
-    try:
+    with contextlib.suppress(msgspec.DecodeError, RecursionError):  # a channel takes both as the peer's fault
         DECODERS[direction].decode(payload)
-    except (msgspec.DecodeError, RecursionError):  # a channel takes both as the peer's fault
-        pass
 
 
 @settings(max_examples=300)
@@ -95,18 +95,15 @@ def test_a_message_with_bytes_changed_is_no_worse_than_a_decode_error(data: st.D
     payload = bytearray(msgspec.msgpack.encode(data.draw(values_of(kind))))
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        DECODERS[direction].decode(bytes(payload[: data.draw(st.integers(0, len(payload)))]))
-    except (msgspec.DecodeError, RecursionError):
-        pass
+    cut = bytes(payload[: data.draw(st.integers(0, len(payload)))])
+    with contextlib.suppress(msgspec.DecodeError, RecursionError):
+        DECODERS[direction].decode(cut)
 
 
 @given(key=st.binary(max_size=40))
 def test_a_grant_key_that_is_none_says_so(key: bytes) -> None:
-    try:
+    with contextlib.suppress(msgspec.DecodeError):
         decode_grant_key(key)
-    except msgspec.DecodeError:
-        pass
 
 
 def test_grant_keys_differ_by_hand_off_attempt_and_incarnation() -> None:

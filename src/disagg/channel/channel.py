@@ -11,6 +11,7 @@ no message of the expected kind, end the connection: nothing is allocated for th
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
@@ -19,6 +20,8 @@ import msgspec
 
 from disagg.core.errors import PeerLost, ProtocolViolation
 from disagg.protocol.messages import Beat
+
+_log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_BUFFERED_BYTES = 64 * 1024 * 1024  # not yet taken by the kernel: the peer has stopped reading
@@ -130,6 +133,9 @@ class Channel(Generic[M]):
                     on_message(message)
         except (PeerLost, ProtocolViolation) as error:
             self._lose(str(error))
+        except Exception as error:  # a channel that nobody reads any more must not look alive
+            _log.exception("a message from %s could not be handled", self.peer_address)
+            self._lose(f"a message could not be handled: {type(error).__name__}: {error}")
 
     async def _beat(self, interval_s: float, timeout_s: float) -> None:
         number = 0
@@ -150,8 +156,8 @@ class Channel(Generic[M]):
             if task is not asyncio.current_task():
                 task.cancel()
         self._writer.transport.abort()
-        if on_lost is not None:
-            on_lost(reason)
+        if on_lost is not None:  # never from inside send(): whoever sends is in the middle of something
+            asyncio.get_running_loop().call_soon(on_lost, reason)
 
 
 async def dial(address: str, decoder: msgspec.msgpack.Decoder[M], *, timeout_s: float) -> Channel[M]:

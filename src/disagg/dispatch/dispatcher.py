@@ -249,10 +249,10 @@ class Dispatcher:
         if failure is not None:
             self._actions.append(RefuseWorker(card.worker_id, answer))
             return
+        self._tell(card.worker_id, answer)
         # The same process on a new connection: it dropped everything when it lost the old one.
         self._on_lost(WorkerLost(card.worker_id, card.incarnation, "it registered again"))
         self.registry.add(card, is_draining=event.is_draining)
-        self._tell(card.worker_id, answer)
         self._announce()
         self._gate.note_ready(card.pool.model)
 
@@ -348,7 +348,8 @@ class Dispatcher:
 
     def _choice(self, sequence_id: SequenceId) -> Choice | None:
         opened = self._requests.get(sequence_id.request_id)
-        return opened.choices[sequence_id.choice] if opened is not None else None
+        is_known = opened is not None and 0 <= sequence_id.choice < len(opened.choices)
+        return opened.choices[sequence_id.choice] if opened is not None and is_known else None
 
     def _deliver(self, opened: OpenRequest, choice: Choice, tokens: list[EmittedToken]) -> None:
         fresh = [new for token in tokens for new in choice.entry.record(token)]

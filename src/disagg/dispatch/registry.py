@@ -8,7 +8,7 @@ from disagg.core.roles import Role
 from disagg.policy.admission import Limits
 from disagg.policy.routing import WorkerView
 from disagg.protocol.messages import WorkerCard, WorkerState
-from disagg.protocol.pairing import is_handoff_pair
+from disagg.protocol.pairing import card_flaw, is_handoff_pair
 
 
 class WorkerRecord:
@@ -55,6 +55,9 @@ class Registry:
 
     def refusal(self, card: WorkerCard) -> Failure | None:
         """Why this worker may not serve behind this router."""
+        flaw = card_flaw(card)
+        if flaw:
+            return Failure(FailureKind.INVALID_REQUEST, f"worker {card.worker_id} cannot be used: {flaw}")
         pool = card.pool
         expected = self._tokenizer_digests.get(pool.model)
         if expected is None:
@@ -84,6 +87,8 @@ class Registry:
         if record is None or record.card.incarnation != incarnation:
             return False
         del self._records[worker_id]
+        for other in self._records.values():
+            other.refusals.pop(worker_id, None)
         return True
 
     def peers_to_meet(self, card: WorkerCard) -> tuple[WorkerCard, ...]:

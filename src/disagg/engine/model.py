@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -157,10 +156,10 @@ def rotary_tables(config: ModelConfig, device: torch.device) -> tuple[Tensor, Te
     the number of torch threads cannot change a bit.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies: npt.NDArray[np.float32] = np.power(config.rope_theta, -exponents.astype(np.float64)).astype(np.float32)
-    if config.rope_factors:
-        frequencies = frequencies / np.array(config.rope_factors, np.float32)
-    angles = np.outer(np.arange(config.max_context, dtype=np.float32), frequencies).astype(np.float64)
+    frequencies = np.power(config.rope_theta, -exponents.astype(np.float64)).astype(np.float32)
+    factors = np.array(config.rope_factors or 1.0, np.float32)
+    positions = np.arange(config.max_context, dtype=np.float32)
+    angles = np.multiply.outer(positions, frequencies / factors).astype(np.float64)
     twice = np.concatenate([angles, angles], axis=1)
     cos, sin = np.cos(twice).astype(np.float32), np.sin(twice).astype(np.float32)
     return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)

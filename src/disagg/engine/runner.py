@@ -101,6 +101,8 @@ class TorchEngine:
 
     def _place(self, plan: StepPlan) -> list[_Placed]:
         """Rows as the attention likes them: single tokens first, shortest first."""
+        if len({row.sequence_id for row in plan.rows}) < len(plan.rows):
+            raise InternalFault(f"step {plan.step_id} has two rows of one sequence; one needs the other's KV")
         placed: list[_Placed] = []
         start = 0
         for row in sorted(plan.rows, key=lambda row: (len(row.token_ids) > 1, row.position)):

@@ -2,8 +2,10 @@
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -33,20 +35,21 @@ _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 class WeightTable:
-    """Tensors by name. Checks names and shapes when they are taken."""
+    """Tensors by name, read when they are taken, so that a model is never in memory twice. Checks names and shapes."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], path: Path) -> None:
-        self._tensors = tensors
+    def __init__(self, readers: Mapping[str, Callable[[], Tensor]], path: Path) -> None:
+        self._readers = readers
         self._path = path
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors
+        return name in self._readers
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor as float32. Raises ModelLoadError if it is missing or of another shape."""
-        tensor = self._tensors.get(name)
-        if tensor is None:
+        reader = self._readers.get(name)
+        if reader is None:
             raise ModelLoadError(f"{self._path} has no tensor {name}; the files are incomplete, download them again")
+        tensor = reader()
         if tuple(tensor.shape) != shape:
             raise ModelLoadError(
                 f"tensor {name} of {self._path} is {tuple(tensor.shape)}, config says {shape}; files and config differ"
@@ -61,23 +64,23 @@ class _ShardIndex(msgspec.Struct, frozen=True):
 
 
 def load_weights(path: Path, config: ModelConfig) -> WeightTable:
-    """Weights of the model at `path` (directory or GGUF file). Safetensors stay mapped; nothing is copied yet."""
+    """Weights of the model at `path` (directory or GGUF file). Files are mapped; tensors are read later."""
     if path.is_dir():
         return WeightTable(_read_safetensors(path), path)
     return WeightTable(_read_gguf(GgufFile(path), config), path)
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+def _read_safetensors(path: Path) -> dict[str, Callable[[], Tensor]]:
+    readers: dict[str, Callable[[], Tensor]] = {}
     for file in _shards(path):
         if not file.is_file():
             raise ModelLoadError(f"{file} is missing; the model has several files, download all of them")
         try:
-            with safe_open(file, framework="pt", device="cpu") as shard:
-                tensors.update((name, shard.get_tensor(name)) for name in shard.keys())  # noqa: SIM118
+            shard: Any = safe_open(file, framework="pt", device="cpu")  # stays open as long as a reader holds it
+            readers.update((name, partial(shard.get_tensor, name)) for name in shard.keys())  # noqa: SIM118
         except SafetensorError as error:
             raise ModelLoadError(f"{file} is damaged ({error}); download it again") from error
-    return tensors
+    return readers
 
 
 def _shards(path: Path) -> list[Path]:
@@ -94,20 +97,25 @@ def _shards(path: Path) -> list[Path]:
     return files
 
 
-def _read_gguf(file: GgufFile, config: ModelConfig) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+def _read_gguf(file: GgufFile, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:
+    readers: dict[str, Callable[[], Tensor]] = {}
     for name in file.tensors:
         canonical = _canonical_name(name)
         if canonical is None:
             continue
-        array = file.array(name)
-        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        interleaved_heads = 0
         if config.architecture == "llama" and ".q_proj." in canonical:
-            tensor = _undo_interleaving(tensor, config.num_heads)
+            interleaved_heads = config.num_heads
         elif config.architecture == "llama" and ".k_proj." in canonical:
-            tensor = _undo_interleaving(tensor, config.num_kv_heads)
-        tensors[canonical] = tensor
-    return tensors
+            interleaved_heads = config.num_kv_heads
+        readers[canonical] = partial(_read_gguf_tensor, file, name, interleaved_heads)
+    return readers
+
+
+def _read_gguf_tensor(file: GgufFile, name: str, interleaved_heads: int) -> Tensor:
+    array = file.array(name)
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    return _undo_interleaving(tensor, interleaved_heads) if interleaved_heads else tensor
 
 
 def _canonical_name(name: str) -> str | None:

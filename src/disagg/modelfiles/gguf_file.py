@@ -24,6 +24,7 @@ from disagg.core.errors import ModelLoadError
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32  # bytes
 SUPPORTED_VERSIONS = (2, 3)
+BLOCKS_PER_PART = 1 << 12  # dequantised at once: temporaries stay in the cache, few calls are made
 MAX_HEADER_ITEMS = 10_000_000  # a count above this is a damaged header, not a model
 
 Scalar = str | int | float | bool
@@ -191,9 +192,14 @@ class GgufFile:
             return raw.view(np.float32).reshape(tensor.shape)
         if tensor.kind is GGMLQuantizationType.F16:
             return raw.view(np.float16).astype(np.float32).reshape(tensor.shape)
-        rows = raw.reshape(*tensor.shape[:-1], -1)
+        flat = np.empty(math.prod(tensor.shape), np.float32)
+        elements_per_block, bytes_per_block = GGML_QUANT_SIZES[tensor.kind]
+        part = BLOCKS_PER_PART * bytes_per_block
         try:
-            flat: npt.NDArray[np.float32] = gguf.quants.dequantize(rows, tensor.kind)
+            for index, start in enumerate(range(0, len(raw), part)):
+                values = gguf.quants.dequantize(raw[start : start + part], tensor.kind)
+                first = index * BLOCKS_PER_PART * elements_per_block
+                flat[first : first + len(values)] = values
         except NotImplementedError as error:
             raise ModelLoadError(
                 f"tensor {name} of {self.path} is stored as {tensor.kind.name}, which cannot be read; "

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.roles import Role
+from disagg.core.spans import DTYPE_BYTES
 from disagg.protocol.messages import WorkerCard
 
 # Pairs of roles between which prompts are handed off, prefill side first.
@@ -24,8 +25,23 @@ _EQUAL: tuple[tuple[str, Callable[[WorkerCard], object]], ...] = (
 )
 
 
+def card_flaw(card: WorkerCard) -> str:
+    """What makes a card unusable by itself; "" when it can be worked with. Peers are other programs."""
+    layout = card.layout
+    counts = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, card.num_blocks)
+    if min(counts) < 1 or card.pool.max_context < 1 or card.pool.vocab_size < 1:
+        return f"a size below 1 in {layout}, {card.num_blocks} blocks, {card.pool}"
+    if layout.dtype not in DTYPE_BYTES:
+        return f"KV dtype {layout.dtype!r} is not one of {', '.join(DTYPE_BYTES)}"
+    return ""
+
+
 def pairing_failure(one: WorkerCard, other: WorkerCard) -> Failure | None:
     """None when the two can exchange KV. Block sizes may differ: spans are re-cut."""
+    for card in (one, other):
+        flaw = card_flaw(card)
+        if flaw:
+            return Failure(FailureKind.INVALID_REQUEST, f"{card.worker_id} cannot be paired: {flaw}")
     for what, value in _EQUAL:
         if value(one) != value(other):
             return _refused(one, other, what, value(one), value(other))

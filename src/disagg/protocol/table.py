@@ -1,10 +1,13 @@
 """State machines as tables: (state, trigger) -> state. What is not in the table raises, with the whole story."""
 
 import enum
+from collections import deque
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from disagg.core.errors import InternalFault
+
+MAX_STORY = 64  # triggers kept for error messages
 
 S = TypeVar("S", bound=enum.Enum)
 T = TypeVar("T", bound=enum.Enum)
@@ -46,7 +49,7 @@ class Machine(Generic[S, T]):
         self._table = table
         self.subject = subject
         self.state = table.initial
-        self._story: list[T] = []
+        self._story: deque[T] = deque(maxlen=MAX_STORY)
 
     @property
     def is_final(self) -> bool:

@@ -27,6 +27,7 @@ from disagg.dispatch.events import (
     WorkerMessageReceived,
     WorkerRegistered,
 )
+from disagg.dispatch.open_request import OpenRequest
 from disagg.dispatch.stream import (
     GenerateRequest,
     ModelStatus,
@@ -49,7 +50,7 @@ from disagg.router.metrics import RouterMetrics
 _log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
-MAX_SLEEP_S = 3600.0  # of the clock when the dispatcher has nothing to wait for
+TICK_S = 0.5  # how exactly the dispatcher's deadlines, of many seconds each, are kept
 
 _FROM_WORKER: msgspec.msgpack.Decoder[WorkerToRouter] = msgspec.msgpack.Decoder(WorkerToRouter)
 
@@ -57,20 +58,26 @@ _FROM_WORKER: msgspec.msgpack.Decoder[WorkerToRouter] = msgspec.msgpack.Decoder(
 class LiveStream:
     """One open request. Events are put in by the service, read by one reader."""
 
-    def __init__(self, service: "LiveService", request_id: RequestId, path: Path, num_choices: int) -> None:
+    def __init__(
+        self, service: "LiveService", request_id: RequestId, opened: OpenRequest | None, num_choices: int
+    ) -> None:
         self._service = service
         self._request_id = request_id
-        self._path = path
+        self._opened = opened
+        self._path = opened.path if opened is not None else Path.MIXED
         self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()  # bounded by max_tokens of each choice
         self._open_choices = set(range(num_choices))
         self._last_token_s = [time.monotonic()] * num_choices
         self._has_token = [False] * num_choices
         self._is_over = False
-        self.num_cached_tokens = 0
 
     @property
     def request_id(self) -> RequestId:
         return self._request_id
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self._opened.num_cached_tokens if self._opened is not None else 0
 
     async def events(self) -> AsyncIterator[StreamEvent]:
         while self._open_choices:
@@ -124,20 +131,26 @@ class LiveService:
             Deliver: self._deliver,
             LogDecision: lambda action: _log.info("%s", action.text),
         }
-        self._timer: asyncio.TimerHandle | None = None
+        self._ticking: asyncio.Task[None] | None = None
 
     async def listen(self, host: str, port: int) -> str:
         """Accept workers; gives "host:port". Raises OSError when the address cannot be bound."""
         self._server = await listen(host, port, _FROM_WORKER, self._welcome)
+        self._ticking = asyncio.create_task(self._tick())
         return server_address(self._server)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._handle(TimePassed())
 
     async def close(self) -> None:
         """Fail every open request, then let the workers go."""
         for stream in list(self._streams.values()):
             stream.put(RequestFailed(Unavailable("the router is stopping", retry_after_s=1.0)), self._metrics)
         self._streams.clear()
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._ticking is not None:
+            self._ticking.cancel()
         if self._server is not None:
             self._server.close()
         for channel in list(self._channels.values()):
@@ -149,9 +162,7 @@ class LiveService:
 
     def submit(self, request: GenerateRequest) -> TokenStream:
         request_id, actions = self._dispatcher.submit(request, time.monotonic())
-        opened = self._dispatcher.open_request(request_id)
-        path = opened.path if opened is not None else Path.MIXED
-        stream = LiveStream(self, request_id, path, request.num_choices)
+        stream = LiveStream(self, request_id, self._dispatcher.open_request(request_id), request.num_choices)
         self._streams[request_id] = stream
         self._act(actions)
         return stream
@@ -254,20 +265,18 @@ class LiveService:
     def _act(self, actions: list[DispatchAction]) -> None:
         for action in actions:
             self._perform[type(action)](action)
-        self._set_timer()
-
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        wait_s = self._dispatcher.next_wake_s() - time.monotonic()
-        if wait_s < MAX_SLEEP_S:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, wait_s), self._handle, TimePassed())
+        # Only now: one message of a worker may carry the last tokens of several choices.
+        for action in actions:
+            if isinstance(action, Deliver):
+                self._forget_ended(action.request_id)
 
     def _send(self, action: SendToWorker) -> None:
         joining = self._registering.pop(action.worker_id, None)
         if joining is not None:  # accepted: the first message is the answer to its registration
+            replaced = self._channels.get(action.worker_id)
             self._channels[action.worker_id] = joining
+            if replaced is not None:
+                self._close_later(replaced)
         channel = self._channels.get(action.worker_id)
         if channel is not None:
             channel.send(action.message)
@@ -276,18 +285,17 @@ class LiveService:
         channel = self._registering.pop(action.worker_id, None)
         if channel is not None:
             channel.send(action.message)
-            task = asyncio.get_running_loop().create_task(channel.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._close_later(channel)
+
+    def _close_later(self, channel: Channel[WorkerToRouter]) -> None:
+        task = asyncio.get_running_loop().create_task(channel.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def _deliver(self, action: Deliver) -> None:
         stream = self._streams.get(action.request_id)
         if stream is not None:
-            opened = self._dispatcher.open_request(action.request_id)
-            if opened is not None:
-                stream.num_cached_tokens = opened.num_cached_tokens
             stream.put(action.event, self._metrics)
-            self._forget_ended(action.request_id)
 
     def _forget_ended(self, request_id: RequestId) -> None:
         if self._dispatcher.open_request(request_id) is None:

@@ -27,6 +27,10 @@ class HandoffDestination:
         self.first_token: EmittedToken | None = None
         self._ledger: SpanLedger | None = None
 
+    def is_of(self, peer: WorkerId, fence: Fence) -> bool:
+        """Whether a message of this peer with this fence is about this hand-off."""
+        return self.peer == peer and self.fence == fence
+
     @property
     def state(self) -> DestinationState:
         return self.machine.state

@@ -21,8 +21,13 @@ from disagg.scheduler.sending import Sending
 from disagg.scheduler.source import HandoffSource
 from disagg.scheduler.state import SchedulerState
 
+# Ends that are given up when the other end is silent. A complete destination needs nothing more of its source.
 _LEASED_SOURCE = (SourceState.ASKING, SourceState.OPEN, SourceState.DRAINING, SourceState.DELIVERED)
-_LEASED_DESTINATION = (DestinationState.RECEIVING, DestinationState.COMPLETE)
+_LEASED_DESTINATION = (DestinationState.EXPECTED, DestinationState.RECEIVING)
+# A source that still queues holds nothing, but its destination expects to hear of it.
+_RENEWING_SOURCE = (SourceState.QUEUED, *_LEASED_SOURCE)
+
+End = HandoffSource | HandoffDestination
 
 
 class Handoffs:
@@ -49,27 +54,33 @@ class Handoffs:
         else:
             handler(peer, message)
 
-    def open_ends(self) -> list[HandoffSource | HandoffDestination]:
+    def num_open(self) -> int:
         """Hand-offs under way, both ends."""
-        ends: list[HandoffSource | HandoffDestination] = []
+        return len(self._leased())
+
+    def _leased(self) -> list[End]:
+        return self._ends(_LEASED_SOURCE, _LEASED_DESTINATION)
+
+    def _ends(self, source_states: tuple[SourceState, ...], states: tuple[DestinationState, ...]) -> list[End]:
+        ends: list[End] = []
         for sequence in self._state.sequences.values():
-            if sequence.source is not None and sequence.source.state in _LEASED_SOURCE:
+            if sequence.source is not None and sequence.source.state in source_states:
                 ends.append(sequence.source)
-            if sequence.destination is not None and sequence.destination.state in _LEASED_DESTINATION:
+            if sequence.destination is not None and sequence.destination.state in states:
                 ends.append(sequence.destination)
         return ends
 
     def on_clock(self) -> None:
         """Renew what we want, give up what nobody renewed."""
         state = self._state
-        for end in self.open_ends():
+        for end in self._leased():
             if end.lease_until_s <= state.now_s:
                 text = f"nothing was heard of hand-off {end.handoff_id} from {end.peer} for {state.config.lease_s} s"
                 state.fail(state.sequences[end.handoff_id], Failure(FailureKind.LEASE_EXPIRED, text))
         if state.now_s < self._renew_at_s:
             return
         by_peer: dict[WorkerId, list[HandoffId]] = {}
-        for end in self.open_ends():
+        for end in self._ends(_RENEWING_SOURCE, _LEASED_DESTINATION):
             by_peer.setdefault(end.peer, []).append(end.handoff_id)
         for peer, handoff_ids in by_peer.items():
             state.tell(peer, RenewLeases(tuple(handoff_ids), state.config.lease_s))
@@ -77,10 +88,8 @@ class Handoffs:
 
     def next_wake_s(self) -> float:
         """When on_clock has something to do; infinity when nothing is held for anybody."""
-        ends = self.open_ends()
-        if not ends:
-            return float("inf")
-        return min(self._renew_at_s, *(end.lease_until_s for end in ends))
+        ends = self._ends(_RENEWING_SOURCE, _LEASED_DESTINATION)
+        return min((self._renew_at_s, *(end.lease_until_s for end in ends))) if ends else float("inf")
 
     def _on_cancel_handoff(self, peer: WorkerId, message: CancelHandoff) -> None:
         sequence = self._state.sequences.get(message.handoff_id)
@@ -97,4 +106,4 @@ class Handoffs:
             sequence = self._state.sequences.get(handoff_id)
             for end in (sequence.source, sequence.destination) if sequence is not None else ():
                 if end is not None and end.peer == peer:
-                    end.lease_until_s = self._state.now_s + message.lease_s
+                    end.lease_until_s = self._state.now_s + min(message.lease_s, self._state.config.lease_s)

@@ -2,6 +2,7 @@
 
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
+from disagg.core.request import EmittedToken
 from disagg.core.roles import Task
 from disagg.protocol.handoff import DestinationState, DestinationTrigger
 from disagg.protocol.lifecycle import SequenceTrigger
@@ -22,12 +23,12 @@ class Receiving:
 
     def on_request_reservation(self, peer: WorkerId, message: RequestReservation) -> None:
         sequence, destination = self.find(message.handoff_id)
-        if sequence is None or destination is None or destination.peer != peer or destination.fence != message.fence:
+        if sequence is None or destination is None or not destination.is_of(peer, message.fence):
             answer = self._refuse(message, FailureKind.CANCELLED, f"hand-off {message.handoff_id} is not expected here")
         elif destination.state is not DestinationState.EXPECTED:
             text = f"hand-off {message.handoff_id} is {destination.state.value} here"
             answer = self._refuse(message, FailureKind.CANCELLED, text)
-        elif not 0 < message.num_tokens <= sequence.num_to_read:
+        elif not self._is_offer_right(sequence, message.num_tokens):
             text = f"{message.num_tokens} tokens offered, the sequence has {sequence.num_to_read}"
             answer = self._refuse(message, FailureKind.INVALID_REQUEST, text)
         else:
@@ -35,6 +36,12 @@ class Receiving:
         if answer.failure is not None:
             self._state.counters.add(RESERVATIONS_REFUSED, label=answer.failure.kind.value)
         self._state.tell(peer, answer)
+
+    def _is_offer_right(self, sequence: Sequence, num_tokens: int) -> bool:
+        """A part of a prefix is welcome in the index; what is decoded from must be whole."""
+        if sequence.task is Task.RECEIVE_PREFIX:
+            return 0 < num_tokens <= sequence.num_to_read
+        return num_tokens == sequence.num_to_read
 
     def _refuse(self, message: RequestReservation, kind: FailureKind, text: str) -> AnswerReservation:
         return AnswerReservation(message.handoff_id, message.fence, Failure(kind, text), self._state.config.retry_s)
@@ -80,16 +87,27 @@ class Receiving:
             self._complete_if_all_here(destination)
 
     def on_finish_prefill(self, peer: WorkerId, message: FinishPrefill) -> None:
-        _, destination = self.find(message.handoff_id)
-        if destination is None or destination.fence != message.fence or destination.is_prefill_finished:
+        sequence, destination = self.find(message.handoff_id)
+        is_mine = destination is not None and destination.is_of(peer, message.fence)
+        if sequence is None or destination is None or not is_mine or destination.is_prefill_finished:
             self._state.ignore(message)
+            return
+        if not self._is_first_token_right(sequence, message.first_token):
+            text = f"{peer} finished with the token {message.first_token}, which is not the next of this answer"
+            self._state.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, text))
             return
         destination.finish_prefill(message)
         self._complete_if_all_here(destination)
 
+    def _is_first_token_right(self, sequence: Sequence, token: EmittedToken | None) -> bool:
+        if sequence.task is Task.RECEIVE_PREFIX or token is None:
+            return (token is None) == (sequence.task is Task.RECEIVE_PREFIX)
+        return token.sequence_id == sequence.sequence_id and token.position == len(sequence.answer_ids)
+
     def on_grant_fenced(self, event: GrantFenced) -> None:
         sequence, destination = self.find(event.handoff_id)
-        if sequence is None or destination is None or destination.allocation is None:
+        states = (DestinationState.COMPLETE, DestinationState.FENCING)
+        if sequence is None or destination is None or destination.state not in states:
             self._state.ignore(event)
             return
         was_complete = destination.state is DestinationState.COMPLETE

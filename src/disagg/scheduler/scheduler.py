@@ -117,7 +117,7 @@ class Scheduler:
             num_quarantined_blocks=pool.count(BlockState.QUARANTINED),
             num_waiting=len(waiting),
             num_running=len(sequences) - len(waiting),
-            num_handoffs=len(self._handoffs.open_ends()),
+            num_handoffs=self._handoffs.num_open(),
             num_waiting_tokens=sum(s.num_unread_tokens for s in sequences if s.task not in _RECEIVES),
             counters=tuple(CounterValue(*item) for item in self._state.counters.items()),
         )
@@ -188,6 +188,7 @@ class Scheduler:
             else:
                 fence = Fence(theirs, mine, message.attempt)
                 sequence.destination = HandoffDestination(attempt_id, message.peer, fence)
+                sequence.destination.lease_until_s = self._state.now_s + self.config.lease_s
         self._state.add(sequence)
 
     def _start_failure(self, message: StartSequence) -> Failure | None:

@@ -8,7 +8,7 @@ from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
 from disagg.core.request import EmittedToken
 from disagg.core.roles import HandoffMode, Task
-from disagg.protocol.handoff import SourceState, SourceTrigger
+from disagg.protocol.handoff import GrantKey, SourceState, SourceTrigger
 from disagg.protocol.lifecycle import SequenceTrigger
 from disagg.protocol.messages import (
     AnswerReservation,
@@ -104,7 +104,7 @@ class Sending:
     def on_answer_reservation(self, peer: WorkerId, message: AnswerReservation) -> None:
         state = self._state
         sequence, source = self.find(message.handoff_id)
-        is_expected = source is not None and source.state is SourceState.ASKING and source.fence == message.fence
+        is_expected = source is not None and source.state is SourceState.ASKING and source.is_of(peer, message.fence)
         if sequence is None or source is None or not is_expected:
             state.ignore(message)
             if message.failure is None:  # nobody here wants these blocks any more
@@ -114,6 +114,10 @@ class Sending:
         if message.failure is not None:
             self._on_refused(sequence, source, message, message.failure)
             return
+        flaw = self._flaw(sequence, source, message)
+        if flaw:
+            state.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, f"{peer} granted what cannot be: {flaw}"))
+            return
         source.grant(message)
         source.lease_until_s = state.now_s + state.config.lease_s
         sequence.machine.fire(SequenceTrigger.BLOCKS_ALLOCATED)
@@ -122,6 +126,17 @@ class Sending:
             self._push(source.push_computed(sequence.blocks, sequence.num_cached, state.config.max_push_bytes))
         if sequence.task is Task.SEND_PREFIX:
             self.finish_prefill(sequence, source, None)
+
+    def _flaw(self, sequence: Sequence, source: HandoffSource, message: AnswerReservation) -> str:
+        """What is wrong with a grant; "" when it can be used. Peers are other programs."""
+        if message.grant_key != GrantKey(source.handoff_id, source.fence).encode():
+            return "a key of another hand-off"
+        num_tokens = len(message.blocks) * self._state.peers[source.peer].layout.block_size
+        if num_tokens < sequence.num_to_read or not all(0 <= block < message.num_blocks for block in message.blocks):
+            return f"{len(message.blocks)} blocks of {message.num_blocks} for {sequence.num_to_read} tokens"
+        if not 0 <= message.first_missing_token <= sequence.num_to_read:
+            return f"first missing token {message.first_missing_token} of {sequence.num_to_read}"
+        return ""
 
     def _on_refused(
         self, sequence: Sequence, source: HandoffSource, message: AnswerReservation, failure: Failure
@@ -145,7 +160,7 @@ class Sending:
     def on_take_handoff(self, peer: WorkerId, message: TakeHandoff) -> None:
         sequence, source = self.find(message.handoff_id)
         states = (SourceState.DRAINING, SourceState.DELIVERED)
-        if sequence is None or source is None or source.fence != message.fence or source.state not in states:
+        if sequence is None or source is None or not source.is_of(peer, message.fence) or source.state not in states:
             self._state.ignore(message)
             return
         source.is_taken = True

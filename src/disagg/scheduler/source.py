@@ -31,6 +31,10 @@ class HandoffSource:
         self._outstanding: dict[int, tuple[PushSpan, int]] = {}  # push, tries so far
         self._pushed_layers = 0  # of the running step
 
+    def is_of(self, peer: WorkerId, fence: Fence) -> bool:
+        """Whether a message of this peer with this fence is about this hand-off."""
+        return self.peer == peer and self.fence == fence
+
     @property
     def state(self) -> SourceState:
         return self.machine.state

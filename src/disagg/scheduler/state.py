@@ -100,7 +100,8 @@ class SchedulerState:
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks to compute or receive into."""
-        return sum(1 for sequence in self.sequences.values() if sequence.state is not SequenceState.WAITING)
+        sequences = self.sequences.values()
+        return sum(1 for sequence in sequences if sequence.blocks or sequence.state is not SequenceState.WAITING)
 
     @property
     def num_spare_blocks(self) -> int:
@@ -207,7 +208,7 @@ class SchedulerState:
         source = sequence.source
         if source is None or source.state not in _LIVE_SOURCE:
             return False
-        if tell_peer and source.state is not SourceState.QUEUED:
+        if tell_peer:
             self.tell(source.peer, CancelHandoff(source.handoff_id, source.fence, failure))
         self.counters.add(HANDOFFS, label="send_cancelled")
         if source.num_outstanding == 0:

@@ -7,7 +7,6 @@ what it has written is read again, and row independence makes that the same toke
 
 from typing import NamedTuple
 
-from disagg.core.errors import Failure
 from disagg.core.ids import StepId
 from disagg.core.request import EmittedToken
 from disagg.policy.batching import PromptWork, plan_chunks
@@ -140,14 +139,12 @@ class Steps:
 
     def on_failed(self, event: StepFailed) -> None:
         """The engine raised: the step's sequences cannot go on here."""
+        if self._running is None or self._running.step_id != event.step_id:
+            self._state.ignore(event)
+            return
         for sequence, _, _ in self._ended(StepResult(event.step_id, ())):
             self._state.end_if_unused(sequence)
             self._state.fail(sequence, event.failure)
-
-    def fail_all(self, failure: Failure) -> None:
-        """Whatever runs or waits here cannot go on."""
-        for sequence in list(self._state.sequences.values()):
-            self._state.fail(sequence, failure)
 
     def _ended(self, result: StepResult) -> list[tuple[Sequence, StepRow, EmittedToken | None]]:
         """Rows of the step that is over, with their tokens."""

@@ -108,10 +108,14 @@ class Courier:
             self._tell(events.WriteFinished(action.handoff_id, action.number, f"{action.peer} is not connected"))
             return
         card, kind = known
-        source = span_segments(self.layout, self.card.num_blocks, action.source_blocks, action.span)
-        destination = span_segments(card.layout, action.destination_num_blocks, action.destination_blocks, action.span)
+        try:
+            source = span_segments(self.layout, self.card.num_blocks, action.source_blocks, action.span)
+            target = span_segments(card.layout, action.destination_num_blocks, action.destination_blocks, action.span)
+        except InternalFault as error:
+            self._tell(events.WriteFinished(action.handoff_id, action.number, str(error)))
+            return
         tag = msgspec.msgpack.encode(PushTag(action.span))
-        write = Write(action.peer, action.grant_key, action.number, tag, source, destination)
+        write = Write(action.peer, action.grant_key, action.number, tag, source, target)
         self._movers[kind].sender.write(write)
 
     def stop_pushes(self, action: StopPushes) -> None:

@@ -13,7 +13,15 @@ from collections.abc import Callable
 import msgspec
 
 from disagg.channel.channel import Channel, dial, listen, server_address
-from disagg.core.errors import ConfigurationError, Failure, FailureKind, PeerFault, PeerLost, ProtocolViolation
+from disagg.core.errors import (
+    ConfigurationError,
+    Failure,
+    FailureKind,
+    InternalFault,
+    PeerFault,
+    PeerLost,
+    ProtocolViolation,
+)
 from disagg.core.ids import WorkerId
 from disagg.protocol.messages import (
     AnnouncePeers,
@@ -29,6 +37,7 @@ from disagg.protocol.messages import (
 from disagg.protocol.pairing import pairing_failure
 from disagg.scheduler.events import PeerLost as PeerWasLost
 from disagg.scheduler.events import PeerMessageReceived, PeerPaired, RouterLost, RouterMessageReceived
+from disagg.telemetry.metrics import PAIRINGS_REFUSED
 from disagg.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -48,6 +57,15 @@ class BeatTimes(msgspec.Struct, frozen=True):
     timeout_s: float
 
 
+class _Link:
+    """One open connection to a peer. `lost` is set when it is over, however that came."""
+
+    def __init__(self, card: WorkerCard, channel: Channel[WorkerToWorker]) -> None:
+        self.card = card
+        self.channel = channel
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+
 class PeerLinks:
     """Connections to other workers, in both directions of dialling."""
 
@@ -56,9 +74,11 @@ class PeerLinks:
         self._worker = worker
         self._beats = beats
         self._server: asyncio.Server | None = None
-        self._channels: dict[WorkerId, tuple[WorkerCard, Channel[WorkerToWorker]]] = {}
+        self._links: dict[WorkerId, _Link] = {}
         self._dials: dict[WorkerId, tuple[WorkerCard, asyncio.Task[None]]] = {}
         self._refusals: dict[WorkerId, ReportPairing] = {}  # of the announced incarnations
+        self._closing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self.report: Callable[[ReportPairing], None] = lambda report: None
 
     async def listen(self, host: str) -> None:
@@ -66,29 +86,39 @@ class PeerLinks:
         self.card = msgspec.structs.replace(self.card, control_address=server_address(self._server))
 
     def announce(self, cards: tuple[WorkerCard, ...]) -> None:
-        """Meet these, forget the dials to others."""
+        """Meet these and say how it stands with each; let go of those dialled before that are not named any more."""
         wanted = {card.worker_id: card for card in cards}
         for worker_id, (card, task) in list(self._dials.items()):
             if wanted.get(worker_id) != card:
                 task.cancel()
                 del self._dials[worker_id]
                 self._refusals.pop(worker_id, None)
+                link = self._links.get(worker_id)
+                if link is not None:
+                    self._let_go(link, "the router does not name it any more")
         for card in cards:
-            known = self._channels.get(card.worker_id)
-            if known is not None and known[0].incarnation == card.incarnation:
-                self.report(ReportPairing(card.worker_id, card.incarnation, None))
+            link = self._links.get(card.worker_id)
+            if card.worker_id not in self._dials:
+                self._dials[card.worker_id] = (card, asyncio.create_task(self._meet(card)))
             elif card.worker_id in self._refusals:
                 self.report(self._refusals[card.worker_id])
-            elif card.worker_id not in self._dials:
-                self._dials[card.worker_id] = (card, asyncio.create_task(self._meet(card)))
+            elif link is not None and link.card.incarnation == card.incarnation:
+                self.report(ReportPairing(card.worker_id, card.incarnation, None))
 
     async def close(self) -> None:
+        self._is_closed = True
         if self._server is not None:
             self._server.close()
         for _, task in self._dials.values():
             task.cancel()
-        for _, channel in list(self._channels.values()):
-            await channel.close()
+        for link in list(self._links.values()):
+            self._let_go(link, "this worker ends")
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def check_invariants(self) -> None:
+        for worker_id, link in self._links.items():
+            if link.card.worker_id != worker_id or link.lost.done():
+                raise InternalFault(f"the link to {worker_id} is over or somebody else's")
 
     async def _meet(self, card: WorkerCard) -> None:
         """Dial, pair and report; again after every loss, as long as the peer is announced."""
@@ -98,15 +128,17 @@ class PeerLinks:
             try:
                 lost = await self._pair(card)
                 wait_s = FIRST_RETRY_S
-                reason = await lost
+                reason = await asyncio.shield(lost)
                 self.report(ReportPairing(card.worker_id, card.incarnation, Failure(FailureKind.WORKER_LOST, reason)))
             except ConfigurationError as error:  # refused for good
                 failure = Failure(FailureKind.INVALID_REQUEST, str(error))
+                break
             except PeerFault as error:
                 _log.info("%s: %s; trying again in %.1f s", card.worker_id, error, wait_s)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, MAX_RETRY_S)
         _log.warning("%s", failure.message)
+        self._worker.scheduler.counters.add(PAIRINGS_REFUSED)
         self._refusals[card.worker_id] = ReportPairing(card.worker_id, card.incarnation, failure)
         self.report(self._refusals[card.worker_id])
 
@@ -125,16 +157,16 @@ class PeerLinks:
         except BaseException:
             await channel.close()
             raise
-        lost = self._attach(answer.card, channel)
+        link = self._attach(answer.card, channel)
         self.report(ReportPairing(card.worker_id, card.incarnation, None))
-        return lost
+        return link.lost
 
     async def _welcome(self, channel: Channel[WorkerToWorker]) -> None:
         """A peer has dialled."""
         try:
             request = await channel.receive(HANDSHAKE_TIMEOUT_S)
-            if not isinstance(request, RequestPairing):
-                raise ProtocolViolation(f"{type(request).__name__} before pairing")
+            if not isinstance(request, RequestPairing) or self._is_closed:
+                raise ProtocolViolation(f"{type(request).__name__} before pairing, or too late")
         except PeerFault as error:
             _log.info("connection from %s refused: %s", channel.peer_address, error)
             await channel.close()
@@ -143,39 +175,37 @@ class PeerLinks:
         channel.send(AnswerPairing(self.card, failure))
         if failure is not None:
             _log.warning("%s", failure.message)
+            self._worker.scheduler.counters.add(PAIRINGS_REFUSED)
             await channel.close()
             return
         self._attach(request.card, channel)
 
-    def _attach(self, card: WorkerCard, channel: Channel[WorkerToWorker]) -> asyncio.Future[str]:
-        previous = self._channels.pop(card.worker_id, None)
+    def _attach(self, card: WorkerCard, channel: Channel[WorkerToWorker]) -> _Link:
+        previous = self._links.get(card.worker_id)
         if previous is not None:
-            self._lose(previous[0], "replaced by a newer connection")
-            asyncio.get_running_loop().create_task(previous[1].close())
-        lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-        def on_lost(reason: str) -> None:
-            known = self._channels.get(card.worker_id)
-            if known is not None and known[1] is channel:
-                del self._channels[card.worker_id]
-                self._lose(card, reason)
-            if not lost.done():
-                lost.set_result(reason)
-
-        self._channels[card.worker_id] = (card, channel)
+            self._let_go(previous, "replaced by a newer connection")
+        link = self._links[card.worker_id] = _Link(card, channel)
         self._worker.attach_peer(card, channel.send)
         self._worker.handle(PeerPaired(card))
         channel.start(
             beat_interval_s=self._beats.interval_s,
             beat_timeout_s=self._beats.timeout_s,
             on_message=lambda message: self._worker.handle(PeerMessageReceived(card.worker_id, message)),
-            on_lost=on_lost,
+            on_lost=lambda reason: self._let_go(link, reason),
         )
-        return lost
+        return link
 
-    def _lose(self, card: WorkerCard, reason: str) -> None:
-        self._worker.handle(PeerWasLost(card.worker_id, card.incarnation, reason))
-        self._worker.detach_peer(card.worker_id)
+    def _let_go(self, link: _Link, reason: str) -> None:
+        """The end of a link, once: the worker hears of it before anything newer is attached."""
+        if link.lost.done():
+            return
+        link.lost.set_result(reason)
+        del self._links[link.card.worker_id]
+        self._worker.handle(PeerWasLost(link.card.worker_id, link.card.incarnation, reason))
+        self._worker.detach_peer(link.card.worker_id)
+        task = asyncio.get_running_loop().create_task(link.channel.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
 
 class RouterLink:

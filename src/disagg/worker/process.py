@@ -60,15 +60,19 @@ async def _serve(config: WorkerConfig, loaded: LoadedEngine) -> None:
 
 
 async def _ending(worker: Worker, drain_timeout_s: float) -> None:
-    """Returns when this process is to end: drained after a first signal or the router's word, or at a second signal."""
+    """Returns when this process is to end: drained after a first signal or the router's word, or at a second signal.
+
+    Raises InternalFault when the worker has stopped by a fault of ours.
+    """
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    drained = asyncio.create_task(worker.drained())
+    drained = asyncio.create_task(worker.ended())
     first = asyncio.create_task(signals.get())
     await asyncio.wait({drained, first}, return_when=asyncio.FIRST_COMPLETED)
     if drained.done():
+        drained.result()  # raises what ended it, if it was no drain
         _log.info("drained")
         return
     worker.drain()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from disagg.core.errors import Failure, FailureKind
+from disagg.core.errors import Failure, FailureKind, InternalFault
 from disagg.core.ids import WorkerId
 from disagg.protocol.messages import ReportState, WorkerCard, WorkerToRouter, WorkerToWorker
 from disagg.scheduler.actions import (
@@ -33,8 +33,6 @@ from disagg.worker.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
-MAX_SLEEP_S = 3600.0  # of the clock when the scheduler has nothing to wait for
-
 
 class Worker:
     """Owns scheduler, step thread and courier. Links to router and peers are given their say by callbacks."""
@@ -44,12 +42,13 @@ class Worker:
     ) -> None:
         self.scheduler = Scheduler(config)
         self._watchdog = watchdog
-        self._drained = asyncio.Event()
         self.courier = courier
         self._engine = engine
         self._steps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
         self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
+        self._wake_s = 0.0  # when the timer goes off
         self._send_to_router: Callable[[WorkerToRouter], None] | None = None
         self._peers: dict[WorkerId, Callable[[WorkerToWorker], None]] = {}
         self._is_closed = False
@@ -70,14 +69,23 @@ class Worker:
             self._loop.call_soon_threadsafe(self.handle, event)
 
     def handle(self, event: Event) -> None:
-        """Take an event on the loop's thread and do what follows from it."""
+        """Take an event on the loop's thread and do what follows from it.
+
+        A fault of ours leaves the scheduler half way: the worker stops here and `ended` tells why.
+        """
         if self._is_closed:
             return
-        actions: list[Action] = self.scheduler.handle(event, time.monotonic())
-        for action in actions:
-            self._perform[type(action)](action)
-        if self.scheduler.is_draining and self.scheduler.is_idle:
-            self._drained.set()
+        try:
+            actions: list[Action] = self.scheduler.handle(event, time.monotonic())
+            for action in actions:
+                self._perform[type(action)](action)
+        except Exception as error:
+            _log.exception("%s could not be handled", type(event).__name__)
+            self._is_closed = True
+            self._ended.set_exception(InternalFault(f"{type(event).__name__} could not be handled: {error}"))
+            return
+        if self.scheduler.is_draining and self.scheduler.is_idle and not self._ended.done():
+            self._ended.set_result(None)
         self._set_timer()
 
     # --- links -------------------------------------------------------------------------------------------------
@@ -100,9 +108,9 @@ class Worker:
             self.handle(DrainRequested())
             self.report_state()
 
-    async def drained(self) -> None:
-        """Completes when a drain has been asked for, here or by the router, and nothing is left to do."""
-        await self._drained.wait()
+    async def ended(self) -> None:
+        """Completes when a drain was asked for, here or by the router, and nothing is left. Raises InternalFault."""
+        await asyncio.shield(self._ended)
 
     def report_state(self) -> None:
         """Also the loop's sign of life for the watchdog."""
@@ -171,7 +179,15 @@ class Worker:
     # --- time --------------------------------------------------------------------------------------------------
 
     def _set_timer(self) -> None:
+        """Only ever brought forward: events in every turn of the loop must not put the clock off."""
+        wake_s = self.scheduler.next_wake_s()
+        if wake_s == float("inf") or (self._timer is not None and self._wake_s <= wake_s):
+            return
         if self._timer is not None:
             self._timer.cancel()
-        wait_s = min(max(0.0, self.scheduler.next_wake_s() - time.monotonic()), MAX_SLEEP_S)
-        self._timer = self._loop.call_later(wait_s, self.handle, ClockTicked())
+        self._wake_s = wake_s
+        self._timer = self._loop.call_later(max(0.0, wake_s - time.monotonic()), self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self.handle(ClockTicked())

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from disagg.core.errors import ConfigurationError, InternalFault, ModelLoadError
 from disagg.core.ids import StepId
 from disagg.core.request import SamplingParams
-from disagg.engine.model import Llama
+from disagg.engine.model import LayerDone, Llama, StepTensors
 from disagg.scheduler.engine import StepPlan
 
 NUM_OUTPUTS = 12
@@ -61,7 +61,12 @@ def test_scores_equal_the_reference_with_stretched_rope(tmp_path: Path, monkeypa
     assert max(engine.config.rope_factors) == pytest.approx(8.0)
     seen: list[torch.Tensor] = []
     forward = Llama.forward
-    monkeypatch.setattr(Llama, "forward", lambda *args: seen.append(forward(*args)) or seen[-1])
+
+    def recorded(model: Llama, step: StepTensors, layer_done: LayerDone | None) -> torch.Tensor:
+        seen.append(forward(model, step, layer_done))
+        return seen[-1]
+
+    monkeypatch.setattr(Llama, "forward", recorded)
     prompt = prompt_of(300)
     run(engine, make_row(0, prompt, 0, list(range(19))))
     with torch.inference_mode():
@@ -169,3 +174,9 @@ def test_stale_bytes_in_foreign_blocks_cannot_reach_a_result(shared_engine_path:
     clean = generate(engine, prompt, [3, 4, 5], 6)
     engine.arena.tensor.fill_(float("nan"))
     assert generate(engine, prompt, [3, 4, 5], 6) == clean
+
+
+def test_two_rows_of_one_sequence_cannot_share_a_step(shared_engine_path: Path) -> None:
+    row = make_row(0, prompt_of(3), 0, [0])
+    with pytest.raises(InternalFault, match="two rows of one sequence"):
+        run(make_engine(shared_engine_path), row, row)

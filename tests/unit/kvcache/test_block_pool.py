@@ -9,12 +9,19 @@ from disagg.core.ids import BlockId
 from disagg.kvcache.block_pool import BlockPool, BlockState
 
 B0 = BlockId(0)
+
+
+def _quarantined(pool: BlockPool) -> None:
+    pool.try_reserve(1)
+    pool.quarantine([B0])
+
+
 PREPARE: dict[BlockState, Callable[[BlockPool], object]] = {
     BlockState.FREE: lambda pool: None,
     BlockState.RESERVED: lambda pool: pool.try_reserve(1),
     BlockState.HELD: lambda pool: pool.try_take(1),
     BlockState.CACHED: lambda pool: (pool.try_take(1), pool.release(B0, keep_cached=True)),
-    BlockState.QUARANTINED: lambda pool: (pool.try_reserve(1), pool.quarantine([B0])),
+    BlockState.QUARANTINED: _quarantined,
 }
 MOVES: dict[str, Callable[[BlockPool], object]] = {
     "hold": lambda pool: pool.hold([B0]),

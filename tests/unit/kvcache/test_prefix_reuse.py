@@ -59,7 +59,9 @@ def test_hashes_are_equal_in_processes_with_different_hash_seeds() -> None:
     assert len(set(own)) == 5
 
 
-@pytest.mark.parametrize("other", [root_hash("n", "exact"), root_hash("m", "bounded"), root_hash("m", "exact", "tenant")])
+@pytest.mark.parametrize(
+    "other", [root_hash("n", "exact"), root_hash("m", "bounded"), root_hash("m", "exact", "tenant")]
+)
 def test_other_weights_numerics_or_tenants_never_match(other: BlockHash) -> None:
     ids = tokens(1, 2, 3)
     assert not set(extend_hashes([], ids, SIZE, ROOT)) & set(extend_hashes([], ids, SIZE, other))
@@ -100,14 +102,15 @@ def test_a_match_is_held_and_cannot_be_evicted() -> None:
     assert cache.num_evicted == 0
 
 
-def test_cached_blocks_that_an_allocation_would_use_itself_are_not_counted_as_room() -> None:
-    """3 blocks, 2 of them cached and matched: 4 in all never fit, although 1 free + 2 cached look like 3 new ones."""
-    cache = KvCache(3, SIZE, ROOT)
+def test_a_refusal_evicts_nothing() -> None:
+    """1 free block, 1 evictable, 2 that the allocation would share itself: 3 new ones cannot be had."""
+    cache = KvCache(4, SIZE, ROOT)
+    store(cache, tokens(7))
     store(cache, tokens(1, 2))
-    before = cache.pool.blocks_in(BlockState.CACHED)
-    assert cache.num_available == 3
-    assert cache.try_allocate(cache.extend_hashes([], tokens(1, 2)), 8, 16) is None
-    assert cache.pool.blocks_in(BlockState.CACHED) == before
+    assert cache.num_available == 4
+    assert cache.try_allocate(cache.extend_hashes([], tokens(1, 2)), 8, 5 * SIZE) is None
+    assert (matching(cache, tokens(7)), matching(cache, tokens(1, 2)), cache.num_evicted) == (4, 8, 0)
+    assert cache.try_allocate(cache.extend_hashes([], tokens(1, 2)), 8, 4 * SIZE) is not None
     cache.check_invariants()
 
 

@@ -1,10 +1,12 @@
 """The table of metrics and the counters that fill it."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from disagg.core.errors import InternalFault
+from disagg.telemetry import metrics
 from disagg.telemetry.counters import MAX_LABEL_VALUES, Counters
 from disagg.telemetry.metrics import (
     OUTPUT_TOKENS,
@@ -15,6 +17,7 @@ from disagg.telemetry.metrics import (
     MetricKind,
 )
 
+SOURCES = Path(metrics.__file__).parents[1]
 ALL = (*WORKER_METRICS, *ROUTER_METRICS)
 
 
@@ -66,8 +69,18 @@ def test_names_are_unique_and_follow_prometheus() -> None:
 
 
 def test_every_metric_of_the_module_is_in_exactly_one_table() -> None:
-    from disagg.telemetry import metrics
-
     defined = {value for value in vars(metrics).values() if isinstance(value, Metric)}
     assert defined == set(ALL)
     assert not set(WORKER_METRICS) & set(ROUTER_METRICS)
+
+
+NAMES = sorted(name for name, value in vars(metrics).items() if isinstance(value, Metric))
+UNUSED = pytest.mark.xfail(strict=True, reason="declared and never counted")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=UNUSED) if name == "PAIRINGS_REFUSED" else name for name in NAMES]
+)
+def test_every_metric_is_filled_somewhere(name: str) -> None:
+    users = [path for path in SOURCES.rglob("*.py") if re.search(rf"\b{name}\b", path.read_text())]
+    assert len(users) > 1, f"{name} stands in {users} only"

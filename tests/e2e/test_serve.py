@@ -1,0 +1,182 @@
+"""`disagg serve` as a person uses it: ready, asked by the official client, ended in every way, and nothing is left."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from disagg.core.errors import InternalFault
+from disagg.telemetry import metrics as table
+from disagg.testing.processes import Serve, wait_until
+from tests.e2e.cluster import FAST_BEATS, SMALL, Front, completion
+
+MODEL = "tiny-llama"
+PAIR = ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0")
+STOP_TIMEOUT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def serve(tiny_llama: Path) -> Iterator[Serve]:
+    with Serve((str(tiny_llama), *PAIR, *SMALL, *FAST_BEATS)) as running:
+        yield running
+
+
+@pytest.fixture
+def front(serve: Serve) -> Iterator[Front]:
+    with Front(serve.url) as front:
+        yield front
+
+
+@pytest.fixture
+def client(serve: Serve) -> Iterator[openai.OpenAI]:
+    http = httpx.Client(trust_env=False)
+    with openai.OpenAI(base_url=f"{serve.url}/v1", api_key="-", max_retries=0, http_client=http) as client:
+        yield client
+
+
+def test_it_says_where_it_is_and_how_to_try_it(serve: Serve, front: Front) -> None:
+    assert f"{MODEL} is ready at {serve.url}" in serve.output
+    assert any(line.lstrip().startswith("curl ") and serve.url in line for line in serve.lines)
+    assert front.health().json() == {"status": "ok", "models": [{"model": MODEL, "is_ready": True, "missing": ""}]}
+    assert sorted(worker.worker_id for worker in front.cluster().workers) == ["decode-0", "prefill-0"]
+
+
+def test_the_official_client_chats(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    messages: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "the quick brown fox"}]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=8, temperature=0, logprobs=True, top_logprobs=2, n=2
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].message.content == answer.choices[1].message.content
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens > 4
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert all(len(token.top_logprobs) == 2 for token in logprobs.content)
+    chunks = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    text, usages = "", []
+    for chunk in chunks:
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        usages += [chunk.usage] if chunk.usage is not None else []
+    assert text == answer.choices[0].message.content
+    assert [usage.completion_tokens for usage in usages] == [answer.usage.completion_tokens // 2]
+
+
+def test_the_official_client_completes_and_streams(client: openai.OpenAI) -> None:
+    extra = {"ignore_eos": True}
+    whole = client.completions.create(
+        model=MODEL, prompt="hello world", max_tokens=12, temperature=0, logprobs=1, extra_body=extra
+    )
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.choices[0].logprobs is not None
+    assert len(whole.choices[0].logprobs.tokens or ()) == 12
+    stream = client.completions.create(
+        model=MODEL, prompt="hello world", max_tokens=12, temperature=0, stream=True, extra_body=extra
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+    several = client.completions.create(
+        model=MODEL, prompt=["hello world", "once upon"], max_tokens=12, temperature=0, extra_body=extra
+    )
+    assert [choice.index for choice in several.choices] == [0, 1]
+    assert several.choices[0].text == whole.choices[0].text
+
+
+def test_the_official_client_stops_at_a_string(client: openai.OpenAI) -> None:
+    arguments = {"model": MODEL, "prompt": "hello world", "max_tokens": 40, "temperature": 0.0}
+    whole = client.completions.create(**arguments, extra_body={"ignore_eos": True}).choices[0].text
+    stop = next(c for c in whole[10:] if c.isascii() and c.isprintable())
+    answer = client.completions.create(**arguments, stop=stop, extra_body={"ignore_eos": True}).choices[0]
+    assert answer.finish_reason == "stop"
+    assert answer.text == whole[: whole.index(stop)]
+
+
+def test_the_official_client_gets_typed_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="'another' is not served here; served: tiny-llama"):
+        client.completions.create(model="another", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model=MODEL, prompt="x", temperature=9.0)
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\]"):
+        client.chat.completions.create(model=MODEL, messages=[{"role": "tool", "content": "x", "tool_call_id": "1"}])
+
+
+def test_every_choice_of_one_step_arrives(front: Front) -> None:
+    """Several choices may end in the same step, and a one-token answer with its prompt."""
+    for max_tokens in (1, 2, 5):
+        answers = front.complete(MODEL, "the lazy dog", max_tokens, n=8)
+        assert [len(answer.tokens) for answer in answers] == [max_tokens] * 8
+        assert len({answer.tokens for answer in answers}) == 1
+
+
+def test_a_cached_prompt_is_told_even_with_one_token(front: Front) -> None:
+    prompt = list(range(3, 103))
+    for is_first in (True, False):
+        usage = front.post(completion(MODEL, prompt, 1)).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == (0 if is_first else 96)
+
+
+def test_a_client_that_goes_ends_its_request_everywhere(front: Front) -> None:
+    """Within a step or so: nothing runs, nothing is held, and the counter of tokens stands still."""
+    before = front.readings()
+    body = completion(MODEL, list(range(3, 40)), 600, stream=True)
+    with front.client.stream("POST", "/v1/completions", json=body) as response:
+        assert sum(1 for _, _ in zip(range(5), response.iter_lines(), strict=False)) == 5
+    seen = front.settled({"decode": 1, "prefill": 1}, before, timeout_s=5.0)
+    front.wait_idle(2, timeout_s=3.0)
+    assert seen.total(table.SEQUENCES, role="decode", outcome="cancelled") == 1
+    assert seen.total(table.REQUESTS, outcome="aborted") == 1
+    written = seen.total(table.OUTPUT_TOKENS)
+    assert written < 600
+    looks: list[int] = []
+
+    def has_looked_often() -> bool:
+        looks.append(front.readings().since(before).total(table.OUTPUT_TOKENS))
+        return len(looks) > 30
+
+    wait_until(has_looked_often, 10.0, "30 looks at the counters")
+    assert set(looks) == {written}
+
+
+@pytest.mark.parametrize("to_group", [False, True], ids=["parent only", "whole group"])
+def test_ctrl_c_leaves_nothing(tiny_llama: Path, to_group: bool) -> None:
+    with Serve((str(tiny_llama), *PAIR, *SMALL)) as serve, Front(serve.url) as front:
+        body = completion(MODEL, list(range(3, 40)), 600, stream=True)
+        with front.client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            serve.note_family()
+            if to_group:
+                os.killpg(serve.pid, signal.SIGINT)
+            else:
+                serve.send_signal(signal.SIGINT)
+            rest = [line for line in lines if line]
+        # The stream is not cut silently: it ends with an error that says why, or was whole by then.
+        assert "stopping" in rest[-1] or rest[-1] == "data: [DONE]", rest[-1]
+        assert serve.wait(STOP_TIMEOUT_S) == 0
+        serve.check_nothing_left()
+        assert "Traceback" not in serve.output
+
+
+def test_a_killed_parent_takes_everything_with_it(tiny_llama: Path) -> None:
+    with Serve((str(tiny_llama), *PAIR, *SMALL)) as serve:
+        names = ("router", "prefill-0", "decode-0")
+        pids = [serve.pid_of(name) for name in names]
+        serve.send_signal(signal.SIGKILL)
+        assert serve.wait(STOP_TIMEOUT_S) == -signal.SIGKILL
+        serve.check_nothing_left(timeout_s=5.0)
+        assert len(set(pids)) == 3
+
+
+def test_the_watch_can_fail(tiny_llama: Path) -> None:
+    """A living worker is something left behind."""
+    with Serve((str(tiny_llama), "--mixed", "1", *SMALL)) as serve:
+        with pytest.raises(InternalFault, match="the end of every process"):
+            serve.check_nothing_left(timeout_s=0.1)

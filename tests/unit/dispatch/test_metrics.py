@@ -1,0 +1,78 @@
+"""What a scrape shows: the router's counters, and every worker's with its own labels."""
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from tests.unit.dispatch.rigs import Desk
+
+from disagg.core.roles import Role
+from disagg.policy.routing import Path
+from disagg.protocol.messages import CounterValue, ReportState, WorkerState
+from disagg.router.metrics import RouterMetrics
+from disagg.telemetry.metrics import ROUTER_METRICS, STEPS, WORKER_METRICS, MetricKind
+
+
+def scrape(metrics: RouterMetrics) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(metrics.text().decode())}
+
+
+def value(families: dict[str, Metric], sample: str, **labels: str) -> float:
+    found = [
+        each.value
+        for family in families.values()
+        for each in family.samples
+        if each.name == sample and each.labels == labels
+    ]
+    assert len(found) == 1, (sample, labels, found)
+    return float(found[0])
+
+
+def test_every_metric_of_the_table_is_there_under_its_own_name() -> None:
+    desk = Desk().with_pair()
+    families = scrape(RouterMetrics(desk.dispatcher))
+    for metric in (*ROUTER_METRICS, *WORKER_METRICS):
+        name = metric.name.removesuffix("_total") if metric.kind is MetricKind.COUNTER else metric.name
+        assert families[name].type == metric.kind.value
+        assert families[name].documentation == metric.help
+
+
+def test_the_routers_counters_carry_their_labels() -> None:
+    desk = Desk().with_pair()
+    metrics = RouterMetrics(desk.dispatcher)
+    request_id, _ = desk.submit(max_tokens=1)
+    desk.submit()
+    desk.emit("p0", request_id, 0)
+    families = scrape(metrics)
+    assert value(families, "disagg_requests_total", outcome="finished") == 1
+    assert value(families, "disagg_placements_total", reason="long_prompt") == 2
+    assert value(families, "disagg_requests_open") == 1
+    assert value(families, "disagg_prompt_tokens_total") == 20
+    assert value(families, "disagg_generated_tokens_total") == 1
+
+
+def test_a_workers_values_carry_its_name_role_and_model_until_it_is_gone() -> None:
+    desk = Desk().with_pair()
+    metrics = RouterMetrics(desk.dispatcher)
+    counters = (CounterValue(STEPS.name, "decode", 12.0), CounterValue("disagg_unheard_of_total", "x", 1.0))
+    state = WorkerState(num_free_blocks=3, num_quarantined_blocks=2, num_running=4, counters=counters)
+    desk.hear("d0", ReportState(Role.DECODE, state))
+    families = scrape(metrics)
+    whose = {"worker": "d0", "role": "decode", "model": "model"}
+    assert value(families, "disagg_steps_total", kind="decode", **whose) == 12
+    assert value(families, "disagg_blocks", state="free", **whose) == 3
+    assert value(families, "disagg_blocks", state="quarantined", **whose) == 2
+    assert value(families, "disagg_sequences_running", **whose) == 4
+    assert value(families, "disagg_worker_up", **whose) == 1
+    assert "disagg_unheard_of" not in families
+    desk.lose("d0")
+    assert b'worker="d0"' not in metrics.text()
+
+
+def test_times_go_into_the_histogram_of_their_path() -> None:
+    metrics = RouterMetrics(Desk().dispatcher)
+    metrics.observe_first_token(Path.REMOTE, 0.2)
+    metrics.observe_gap(Path.LOCAL, 0.03)
+    families = scrape(metrics)
+    assert value(families, "disagg_ttft_seconds_count", path="remote") == 1
+    assert value(families, "disagg_ttft_seconds_bucket", path="remote", le="0.1") == 0
+    assert value(families, "disagg_ttft_seconds_bucket", path="remote", le="0.25") == 1
+    assert value(families, "disagg_itl_seconds_sum", path="local") == 0.03

@@ -1,0 +1,192 @@
+"""Who serves a sequence, on which path, and what is said when nobody can."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from disagg.core.ids import WorkerId
+from disagg.core.roles import Role
+from disagg.policy.routing import (
+    Demand,
+    NoPlacement,
+    Path,
+    Placement,
+    PlacementReason,
+    WorkerView,
+    choose,
+    usable_pairs,
+    what_is_missing,
+)
+
+BLOCK = 16
+
+
+def view(
+    name: str,
+    role: Role,
+    *,
+    partners: Iterable[str] = (),
+    num_blocks: int = 1000,
+    claimed: int = 0,
+    waiting: int = 0,
+    num_open: int = 0,
+) -> WorkerView:
+    return WorkerView(
+        worker_id=WorkerId(name),
+        role=role,
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        num_claimed_blocks=claimed,
+        num_waiting_tokens=waiting,
+        num_open=num_open,
+        partners=frozenset(map(WorkerId, partners)),
+    )
+
+
+PAIR = [view("p", Role.PREFILL, partners=["d"]), view("d", Role.DECODE)]
+
+
+def demand(num_prompt: int, num_answer: int = 1, num_cached: int = 0) -> Demand:
+    return Demand(num_prompt, num_prompt - num_cached, num_prompt + num_answer - 1)
+
+
+@pytest.mark.parametrize("limit", [0, 1, BLOCK - 1, BLOCK, 10**9])
+@pytest.mark.parametrize("num_prompt", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 5000])
+def test_a_prompt_up_to_the_limit_is_read_by_the_decode_worker(limit: int, num_prompt: int) -> None:
+    placement = choose(PAIR, demand(num_prompt), limit)
+    if num_prompt <= limit:
+        assert placement == Placement(Path.LOCAL, PlacementReason.SHORT_PROMPT, WorkerId("d"))
+    else:
+        assert placement == Placement(Path.REMOTE, PlacementReason.LONG_PROMPT, WorkerId("d"), WorkerId("p"))
+
+
+def test_only_uncached_tokens_count_against_the_limit() -> None:
+    placement = choose(PAIR, demand(500, num_cached=490), 10)
+    assert isinstance(placement, Placement)
+    assert placement.path is Path.LOCAL
+
+
+def test_a_mixed_worker_does_both_whatever_the_limit() -> None:
+    for limit in (0, 10**9):
+        placement = choose([view("m", Role.MIXED)], demand(500), limit)
+        assert placement == Placement(Path.MIXED, PlacementReason.MIXED_WORKER, WorkerId("m"))
+
+
+def test_the_least_claimed_share_of_a_pool_wins() -> None:
+    """Claims are weighed against the size of the pool, not counted."""
+    workers = [
+        view("p", Role.PREFILL, partners=["big", "small"]),
+        view("big", Role.DECODE, num_blocks=1000, claimed=300),
+        view("small", Role.DECODE, num_blocks=100, claimed=40),
+    ]
+    placement = choose(workers, demand(50), 0)
+    assert isinstance(placement, Placement)
+    assert placement.decode == "big"
+
+
+def test_a_worker_that_can_hold_the_whole_answer_is_preferred_to_an_idle_one() -> None:
+    workers = [
+        view("p", Role.PREFILL, partners=["big", "small"]),
+        view("big", Role.DECODE, num_blocks=100, claimed=90),
+        view("small", Role.DECODE, num_blocks=10),
+    ]
+    for num_answer, expected in ((1, "small"), (10 * BLOCK, "small"), (10 * BLOCK + 1, "big")):
+        placement = choose(workers, Demand(1, 1, num_answer), 0)
+        assert isinstance(placement, Placement)
+        assert placement.decode == expected
+
+
+def test_only_prefill_workers_paired_with_the_chosen_decode_worker_are_asked() -> None:
+    workers = [
+        view("p0", Role.PREFILL, partners=["d0"]),
+        view("p1", Role.PREFILL, partners=["d1"], waiting=9999),
+        view("d0", Role.DECODE, claimed=500),
+        view("d1", Role.DECODE),
+    ]
+    placement = choose(workers, demand(50), 0)
+    assert placement == Placement(Path.REMOTE, PlacementReason.LONG_PROMPT, WorkerId("d1"), WorkerId("p1"))
+
+
+def test_a_decode_worker_without_partner_is_not_used() -> None:
+    workers = [*PAIR, view("lonely", Role.DECODE)]
+    for _ in range(2):
+        placement = choose(workers, demand(50), 10**9)
+        assert isinstance(placement, Placement)
+        assert placement.decode == "d"
+
+
+def test_a_prompt_no_prefill_pool_can_hold_falls_back_and_says_so() -> None:
+    workers = [view("p", Role.PREFILL, partners=["d"], num_blocks=10), view("d", Role.DECODE)]
+    for num_prompt, reason in ((160, PlacementReason.LONG_PROMPT), (161, PlacementReason.PREFILL_POOL_TOO_SMALL)):
+        placement = choose(workers, demand(num_prompt), 0)
+        assert isinstance(placement, Placement)
+        assert placement.reason is reason
+
+
+def test_long_prompts_spread_evenly_over_prefill_workers() -> None:
+    """32k tokens in, 1 out: outstanding prompt tokens decide, although lengths differ by a factor of 64."""
+    names = [f"p{number}" for number in range(4)]
+    waiting = dict.fromkeys(names, 0)
+    total = dict.fromkeys(names, 0)
+    for number in range(400):
+        length = 512 if number % 2 else 32768 - 13 * number
+        workers = [view(name, Role.PREFILL, partners=["d"], waiting=waiting[name], num_blocks=4096) for name in names]
+        placement = choose([*workers, view("d", Role.DECODE, num_blocks=10**6)], demand(length), 0)
+        assert isinstance(placement, Placement)
+        assert placement.prefill is not None
+        waiting[placement.prefill] += length
+        total[placement.prefill] += length
+        if number % 3 == 0:  # all four read on, at one speed
+            waiting = {name: max(0, tokens - 8192) for name, tokens in waiting.items()}
+    mean = sum(total.values()) / 4
+    assert all(abs(tokens - mean) < 0.1 * mean for tokens in total.values()), total
+
+
+def test_outstanding_tokens_count_before_outstanding_prompts() -> None:
+    workers = [
+        view("one-long", Role.PREFILL, partners=["d"], waiting=5000, num_open=1),
+        view("many-short", Role.PREFILL, partners=["d"], waiting=400, num_open=9),
+        view("d", Role.DECODE),
+    ]
+    placement = choose(workers, demand(50), 0)
+    assert isinstance(placement, Placement)
+    assert placement.prefill == "many-short"
+
+
+def test_answers_spread_evenly_over_decode_workers() -> None:
+    claims = dict.fromkeys(["d0", "d1", "d2"], 0)
+    for number in range(300):
+        length = 30 + (number * 37) % 200
+        workers = [view("p", Role.PREFILL, partners=claims)]
+        workers += [view(name, Role.DECODE, claimed=blocks, num_blocks=10**5) for name, blocks in claims.items()]
+        placement = choose(workers, demand(length), 0)
+        assert isinstance(placement, Placement)
+        claims[placement.decode] += length // BLOCK + 1
+    mean = sum(claims.values()) / 3
+    assert all(abs(blocks - mean) < 0.1 * mean for blocks in claims.values()), claims
+
+
+@pytest.mark.parametrize(
+    ("workers", "missing"),
+    [
+        ([], "no worker has registered"),
+        ([view("d", Role.DECODE)], "a decode worker is here, no prefill worker has registered"),
+        ([view("p", Role.PREFILL, partners=["d"])], "a prefill worker is here, no decode worker has registered"),
+        (
+            [view("p", Role.PREFILL), view("d", Role.DECODE, partners=["p"])],
+            "prefill and decode workers are here, but no two of them have paired",
+        ),
+        (PAIR, ""),
+        ([view("m", Role.MIXED)], ""),
+    ],
+)
+def test_a_sentence_says_what_is_missing(workers: list[WorkerView], missing: str) -> None:
+    assert what_is_missing(workers) == missing
+    placement = choose(workers, demand(50), 10**9)
+    assert isinstance(placement, NoPlacement) is bool(missing)
+    if isinstance(placement, NoPlacement):
+        assert placement.missing == missing
+
+
+def test_a_partner_of_the_same_role_makes_no_pair() -> None:
+    assert usable_pairs([view("p0", Role.PREFILL, partners=["p1", "gone"]), view("p1", Role.PREFILL)]) == []

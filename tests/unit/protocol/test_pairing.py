@@ -1,0 +1,103 @@
+"""Two workers meet: what must be equal, with both values in the message."""
+
+import msgspec
+import pytest
+
+from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.errors import FailureKind
+from disagg.core.ids import Incarnation, WorkerId
+from disagg.core.roles import Numerics, Role
+from disagg.core.spans import KvLayout
+from disagg.protocol.messages import PoolCard, WorkerCard
+from disagg.protocol.pairing import common_endpoint, is_handoff_pair, pairing_failure
+
+replace = msgspec.structs.replace
+TCP = Endpoint(TransportKind.TCP, "127.0.0.1:9")
+LOCAL = Endpoint(TransportKind.IN_PROCESS, "here")
+
+
+def card(name: str, role: Role = Role.PREFILL, endpoints: tuple[Endpoint, ...] = (TCP,)) -> WorkerCard:
+    return WorkerCard(
+        worker_id=WorkerId(name),
+        incarnation=Incarnation(1),
+        role=role,
+        pool=PoolCard("model", "weights-a", "tokenizer-a", Numerics.EXACT, vocab_size=100, max_context=64),
+        layout=KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32", block_size=4),
+        num_blocks=8,
+        control_address="127.0.0.1:1",
+        data_endpoints=endpoints,
+    )
+
+
+POOL = {"model_digest": "weights-b", "tokenizer_digest": "tokenizer-b", "numerics": Numerics.BOUNDED, "vocab_size": 99}
+LAYOUT = {"dtype": "float16", "num_layers": 3, "num_kv_heads": 4, "head_dim": 16, "order": "kv,layer"}
+
+
+@pytest.mark.parametrize("field", [*POOL, *LAYOUT])
+def test_each_difference_is_named_with_both_values(field: str) -> None:
+    one = card("pre-a")
+    if field in POOL:
+        other = replace(card("dec-b"), pool=replace(one.pool, **{field: POOL[field]}))
+        values = getattr(one.pool, field), getattr(other.pool, field)
+    else:
+        other = replace(card("dec-b"), layout=replace(one.layout, **{field: LAYOUT[field]}))
+        values = getattr(one.layout, field), getattr(other.layout, field)
+    failure = pairing_failure(one, other)
+    assert failure is not None
+    assert failure.kind is FailureKind.INVALID_REQUEST
+    for text in ("pre-a", "dec-b", *map(str, values)):
+        assert text in failure.message
+    back = pairing_failure(other, one)
+    assert back is not None
+    assert back.message.index(str(values[1])) < back.message.rindex(str(values[0]))
+
+
+def test_block_size_pool_size_context_and_client_name_may_differ() -> None:
+    one = card("pre-a")
+    other = replace(
+        card("dec-b", Role.DECODE),
+        layout=replace(one.layout, block_size=16),
+        num_blocks=1000,
+        pool=replace(one.pool, max_context=32, model="another name"),
+    )
+    assert pairing_failure(one, other) is None
+    assert pairing_failure(other, one) is None
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "fits"),
+    [((1, 1), (1, 1), True), ((1, 2), (2, 3), True), ((1, 3), (2, 2), True), ((1, 1), (2, 2), False)],
+)
+def test_protocol_ranges_must_overlap(mine: tuple[int, int], theirs: tuple[int, int], fits: bool) -> None:
+    one = replace(card("pre-a"), protocol_min=mine[0], protocol_max=mine[1])
+    other = replace(card("dec-b"), protocol_min=theirs[0], protocol_max=theirs[1])
+    for failure in (pairing_failure(one, other), pairing_failure(other, one)):
+        assert (failure is None) is fits
+        if failure is not None:
+            assert "1..1" in failure.message
+            assert "2..2" in failure.message
+
+
+def test_without_a_common_transport_both_offers_are_named() -> None:
+    failure = pairing_failure(card("pre-a", endpoints=(TCP,)), card("dec-b", endpoints=(LOCAL,)))
+    assert failure is not None
+    assert "transports offered tcp is not in_process" in failure.message
+    assert pairing_failure(card("pre-a", endpoints=()), card("dec-b", endpoints=())) is not None
+
+
+def test_the_best_common_transport_is_taken_at_the_destination() -> None:
+    elsewhere = Endpoint(TransportKind.TCP, "127.0.0.1:10")
+    assert common_endpoint(card("pre-a", endpoints=(TCP, LOCAL)), card("dec-b", endpoints=(elsewhere, LOCAL))) == LOCAL
+    assert common_endpoint(card("pre-a", endpoints=(TCP,)), card("dec-b", endpoints=(LOCAL, elsewhere))) == elsewhere
+
+
+@pytest.mark.parametrize("source", Role)
+@pytest.mark.parametrize("destination", Role)
+def test_prompts_are_handed_from_prefill_to_decode_only(source: Role, destination: Role) -> None:
+    expected = (source, destination) == (Role.PREFILL, Role.DECODE)
+    assert is_handoff_pair(card("a", source), card("b", destination)) is expected
+
+
+def test_pools_of_two_models_do_not_meet() -> None:
+    other = card("dec-b", Role.DECODE)
+    assert not is_handoff_pair(card("pre-a"), replace(other, pool=replace(other.pool, model="another")))

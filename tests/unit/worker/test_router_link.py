@@ -1,0 +1,319 @@
+"""The live service behind the HTTP front, and workers that register with it over loopback."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from tests.unit.transport.rigs import open_descriptors
+from tests.unit.worker.rigs import DEADLINE_S, VOCAB, Site, gone, layout, site, until
+
+from disagg.channel.channel import Channel, dial
+from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.errors import ConfigurationError, FailureKind, PeerLost, Unavailable
+from disagg.core.ids import Incarnation, SequenceId, WorkerId
+from disagg.core.request import EmittedToken, FinishReason, SamplingParams
+from disagg.core.roles import Numerics, Role
+from disagg.dispatch.dispatcher import Dispatcher, DispatcherConfig
+from disagg.dispatch.stream import GenerateRequest, RequestFailed, StreamEvent, TokensDelivered, TokenStream
+from disagg.protocol.messages import (
+    AbortSequence,
+    AnnouncePeers,
+    AnswerRegistration,
+    EmitTokens,
+    PoolCard,
+    PromptReport,
+    RegisterWorker,
+    ReportState,
+    RouterToWorker,
+    StartSequence,
+    WorkerCard,
+    WorkerState,
+)
+from disagg.router.service import LiveService
+from disagg.testing.engine import expected_tokens
+from disagg.worker.links import BeatTimes, RouterLink
+
+DECODER: msgspec.msgpack.Decoder[RouterToWorker] = msgspec.msgpack.Decoder(RouterToWorker)
+
+
+@pytest.fixture(autouse=True)
+async def no_socket_left() -> AsyncIterator[None]:
+    before = open_descriptors()
+    yield
+    await until(lambda: open_descriptors() <= before)
+
+
+@contextlib.asynccontextmanager
+async def service(port: int = 0) -> AsyncIterator[tuple[LiveService, str]]:
+    made = LiveService(
+        Dispatcher(
+            DispatcherConfig(incarnation=Incarnation(5), tokenizer_digests={"fake": "tok"}, local_prefill_tokens=0)
+        ),
+        beat_interval_s=0.2,
+        beat_timeout_s=5.0,
+    )
+    address = await made.listen("127.0.0.1", port)
+    try:
+        yield made, address
+    finally:
+        made.check_invariants()
+        await made.close()
+
+
+def is_ready(served: LiveService) -> bool:
+    return served.models()[0].is_ready
+
+
+def mixed_card(incarnation: int = 1, tokenizer: str = "tok", name: str = "m0") -> WorkerCard:
+    return WorkerCard(
+        worker_id=WorkerId(name),
+        incarnation=Incarnation(incarnation),
+        role=Role.MIXED,
+        pool=PoolCard("fake", "weights", tokenizer, Numerics.EXACT, VOCAB, max_context=256),
+        layout=layout(),
+        num_blocks=64,
+        control_address="127.0.0.1:1",
+        data_endpoints=(Endpoint(TransportKind.TCP, "127.0.0.1:1"),),
+    )
+
+
+async def register(address: str, card: WorkerCard) -> tuple[Channel[RouterToWorker], AnswerRegistration]:
+    """A worker that the test plays."""
+    channel = await dial(address, DECODER, timeout_s=DEADLINE_S)
+    channel.send(RegisterWorker(card))
+    answer = await channel.receive(DEADLINE_S)
+    assert isinstance(answer, AnswerRegistration), answer
+    return channel, answer
+
+
+async def receive(channel: Channel[RouterToWorker], kind: type) -> RouterToWorker:
+    while True:
+        message = await channel.receive(DEADLINE_S)
+        if isinstance(message, kind):
+            return message
+
+
+def ask(served: LiveService, max_tokens: int = 3, num_choices: int = 1) -> TokenStream:
+    return served.submit(GenerateRequest("fake", (1, 2, 3), SamplingParams(max_tokens, temperature=0.0), num_choices))
+
+
+async def read(stream: TokenStream) -> list[StreamEvent]:
+    async with asyncio.timeout(DEADLINE_S):
+        return [event async for event in stream.events()]
+
+
+def token(stream: TokenStream, position: int, choice: int = 0) -> EmittedToken:
+    return EmittedToken(SequenceId(stream.request_id, choice), position, 9)
+
+
+@contextlib.asynccontextmanager
+async def linked(made: Site, address: str) -> AsyncIterator[asyncio.Task[None]]:
+    """A real worker that keeps up its connection to a router."""
+    link = RouterLink(made.worker, made.peers, address, BeatTimes(0.2, 5.0))
+    task = asyncio.create_task(link.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await link.close()
+
+
+# --- real workers ------------------------------------------------------------------------------------------------
+
+
+async def test_two_workers_register_pair_and_answer() -> None:
+    async with service() as (served, address), site("p", Role.PREFILL) as one, site("d", Role.DECODE) as other:
+        assert served.models()[0].missing == "no worker has registered"
+        async with linked(one, address), linked(other, address):
+            await until(lambda: is_ready(served))
+            request = GenerateRequest("fake", tuple(range(50)), SamplingParams(8, temperature=0.0))
+            stream = served.submit(request)
+            answers = [event for event in await read(stream) if isinstance(event, TokensDelivered)]
+            ids = [each.token_id for event in answers for each in event.tokens]
+            expected = expected_tokens(layout(), SequenceId(stream.request_id, 0), request.prompt_ids, request.sampling)
+            assert ids == expected
+            assert answers[-1].finish_reason is FinishReason.LENGTH
+            await one.settled()
+            await other.settled()
+            cluster = json.loads(served.cluster_json())
+            assert {each["worker_id"]: each["partners"] for each in cluster["workers"]} == {"p": ["d"], "d": []}
+        await until(lambda: not is_ready(served))
+
+
+async def test_a_worker_finds_a_router_that_comes_late_and_one_that_comes_back(free_port: int) -> None:
+    async with site("m", Role.MIXED) as made, linked(made, f"127.0.0.1:{free_port}"):
+        for _ in range(2):
+            async with service(free_port) as (served, _):
+                await until(lambda served=served: is_ready(served))  # type: ignore[misc]
+                assert await read(ask(served))
+
+
+async def test_a_router_that_goes_takes_its_sequences_with_it() -> None:
+    async with site("m", Role.MIXED) as made, service() as (served, address), linked(made, address):
+        await until(lambda: is_ready(served))
+        stream = ask(served, max_tokens=200)
+        await anext(aiter(stream.events()))
+        await served.close()
+        await until(lambda: made.worker._send_to_router is None)
+        await made.settled()
+
+
+async def test_a_refusal_for_good_ends_the_worker_with_its_reason() -> None:
+    async with service() as (_, address), site("m", Role.MIXED) as made:
+        made.peers.card = msgspec.structs.replace(
+            made.peers.card, pool=msgspec.structs.replace(made.peers.card.pool, tokenizer_digest="another")
+        )
+        async with linked(made, address) as task:
+            await asyncio.wait([task], timeout=DEADLINE_S)
+            with pytest.raises(ConfigurationError, match="digest another is not tok"):
+                task.result()
+
+
+async def test_an_id_that_is_taken_is_tried_again_until_it_is_free() -> None:
+    async with service() as (served, address), site("m0", Role.MIXED) as made:
+        squatter, _ = await register(address, mixed_card())
+        async with linked(made, address) as task:
+            await asyncio.wait([task], timeout=0.3)
+            assert not task.done()
+            await squatter.close()
+            await until(lambda: made.worker._send_to_router is not None)
+            assert is_ready(served)
+
+
+# --- workers played by the test ----------------------------------------------------------------------------------
+
+
+async def test_a_lost_worker_fails_its_streams_with_the_reason() -> None:
+    async with service() as (served, address):
+        channel, _ = await register(address, mixed_card())
+        await until(lambda: is_ready(served))
+        stream = ask(served)
+        channel.send(EmitTokens((token(stream, 0),)))
+        await receive(channel, StartSequence)
+        await channel.close()
+        first, last = await read(stream)
+        assert isinstance(first, TokensDelivered)
+        assert isinstance(last, RequestFailed)
+        assert isinstance(last.error, PeerLost)
+        assert "m0" in str(last.error)
+        with pytest.raises(Unavailable, match="no worker has registered"):
+            ask(served)
+
+
+@pytest.mark.parametrize("how", ["abort", "finish_choice"])
+async def test_a_reader_that_leaves_has_its_sequences_aborted(how: str) -> None:
+    async with service() as (served, address):
+        channel, _ = await register(address, mixed_card())
+        await until(lambda: is_ready(served))
+        stream = ask(served)
+        if how == "abort":
+            stream.abort()
+            stream.abort()
+        else:
+            channel.send(EmitTokens((token(stream, 0),)))
+            await anext(aiter(stream.events()))
+            stream.finish_choice(0)
+        aborted = await receive(channel, AbortSequence)
+        assert isinstance(aborted, AbortSequence)
+        assert aborted.sequence_id == SequenceId(stream.request_id, 0)
+        assert await read(stream) == []
+        assert served._streams == {}
+        await channel.close()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+async def test_cached_tokens_are_known_at_the_end(max_tokens: int) -> None:
+    """Also when the only token comes with the report, in the message that ends the request."""
+    async with service() as (served, address):
+        channel, _ = await register(address, mixed_card())
+        await until(lambda: is_ready(served))
+        stream = ask(served, max_tokens=max_tokens)
+        report = PromptReport(SequenceId(stream.request_id, 0), 2, 1)
+        channel.send(EmitTokens((token(stream, 0),), (report,)))
+        channel.send(EmitTokens((token(stream, 1),)))
+        await read(stream)
+        assert stream.num_cached_tokens == 2
+        await channel.close()
+
+
+async def test_the_last_tokens_of_all_choices_may_come_in_one_message() -> None:
+    async with service() as (served, address):
+        channel, _ = await register(address, mixed_card())
+        await until(lambda: is_ready(served))
+        stream = ask(served, max_tokens=1, num_choices=3)
+        channel.send(EmitTokens(tuple(token(stream, 0, choice) for choice in range(3))))
+        answers = [event for event in await read(stream) if isinstance(event, TokensDelivered)]
+        assert {event.choice: event.finish_reason for event in answers} == dict.fromkeys(range(3), FinishReason.LENGTH)
+        assert served._streams == {}
+        await channel.close()
+
+
+async def test_closing_the_service_fails_what_is_open() -> None:
+    async with service() as (served, address):
+        channel, _ = await register(address, mixed_card())
+        await until(lambda: is_ready(served))
+        stream = ask(served)
+        await served.close()
+        (event,) = await read(stream)
+        assert isinstance(event, RequestFailed)
+        assert isinstance(event.error, Unavailable)
+        await channel.close()
+
+
+async def test_a_refused_worker_hears_why_and_is_let_go() -> None:
+    async with service() as (served, address):
+        channel, answer = await register(address, mixed_card(tokenizer="another"))
+        assert answer.failure is not None
+        assert answer.failure.kind is FailureKind.INVALID_REQUEST
+        with pytest.raises(PeerLost):
+            await channel.receive(DEADLINE_S)
+        await channel.close()
+        assert not is_ready(served)
+
+
+@pytest.mark.parametrize("first", [ReportState(Role.MIXED, WorkerState()), b"hello"])
+async def test_who_does_not_register_is_sent_away(first: object) -> None:
+    async with service() as (served, address):
+        channel = await dial(address, DECODER, timeout_s=DEADLINE_S)
+        channel.send(first)
+        with pytest.raises(PeerLost):
+            await channel.receive(DEADLINE_S)
+        await channel.close()
+        assert served.models()[0].missing == "no worker has registered"
+
+
+async def test_a_worker_that_registers_again_is_served_by_its_new_connection() -> None:
+    """It saw its loss before the router did: the old connection's end must not take the new one with it."""
+    async with service() as (served, address):
+        old, _ = await register(address, mixed_card())
+        await until(lambda: is_ready(served))
+        new, answer = await register(address, mixed_card())
+        assert answer.failure is None
+        await old.close()
+        await asyncio.sleep(0.05)
+        assert is_ready(served)
+        stream = ask(served, max_tokens=1)
+        started = await receive(new, StartSequence)
+        assert isinstance(started, StartSequence)
+        new.send(EmitTokens((token(stream, 0),)))
+        assert len(await read(stream)) == 1
+        await new.close()
+
+
+@pytest.mark.xfail(strict=True, reason="the connection that a worker has replaced is kept open and listened to")
+async def test_a_connection_that_was_replaced_is_closed() -> None:
+    async with service() as (served, address):
+        old, _ = await register(address, mixed_card())
+        await until(lambda: is_ready(served))
+        new, _ = await register(address, mixed_card())
+        await receive(new, AnnouncePeers)
+        try:
+            async with asyncio.timeout(1.0):
+                await gone(old)
+        finally:
+            await old.close()
+            await new.close()
