@@ -64,6 +64,7 @@ class LocalCluster:
         self._early_exit: asyncio.Future[ProcessExited] = loop.create_future()
         self._failed: asyncio.Future[str] = loop.create_future()
         self._is_ready = False
+        self._is_stopping = False
         self._hang_timeout_s = 2 * plan.router.beat_timeout_s + HANG_MARGIN_S
         self._supervisor = Supervisor(on_line=self._take_line, on_exit=self._take_exit)
         self._watch: RouterWatch | None = None
@@ -146,6 +147,7 @@ class LocalCluster:
     async def stop(self, timeout_s: float = 10.0) -> None:
         """End everything, router first. Idempotent; nothing is left when it returns."""
         self._is_ready = True  # ends from here on are no failed start
+        self._is_stopping = True
         try:
             await self._supervisor.stop((ROUTER,), timeout_s=timeout_s)
         finally:
@@ -207,7 +209,8 @@ class LocalCluster:
             if not self._announced.done():
                 self._announced.set_result(found)
             return
-        self._on_line(name, stream, line)
+        if not self._is_stopping:  # that workers lose a router which is told to end is no news
+            self._on_line(name, stream, line)
 
     def _take_exit(self, event: ProcessExited) -> None:
         if not self._is_ready:

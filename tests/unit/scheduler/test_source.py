@@ -28,7 +28,7 @@ from disagg.protocol.messages import (
 )
 from disagg.scheduler import events
 from disagg.scheduler.actions import Action, PushSpan, RunStep, StopPushes
-from disagg.scheduler.handoffs import UNKNOWN_GRACE_S
+from disagg.scheduler.sending import UNKNOWN_GRACE_S
 from disagg.telemetry.metrics import HANDOFFS, PUSH_RETRIES
 
 PROMPT = tuple(range(10))
