@@ -38,10 +38,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.num_blocks = num_blocks
         self.cache = KvCache(num_blocks, SIZE, ROOT)
         self.lives: list[Life] = []
-        self.quarantined: list[tuple[BlockId, ...]] = []
+        self.quarantined: list[Life] = []
         self.contents: dict[BlockId, BlockHash] = {}
 
-    def admit(self, prompt: tuple[int, ...], num_answer: int, *, reserves: bool) -> None:
+    def admit(self, prompt: tuple[int, ...], num_answer: int, num_spare: int, *, reserves: bool) -> None:
         hashes = self.cache.extend_hashes([], prompt)
         num_tokens = len(prompt) + num_answer
         num_match = self.cache.num_matching_tokens(hashes, len(prompt))
@@ -50,15 +50,16 @@ class CacheMachine(RuleBasedStateMachine):
         num_cached_before = pool.count(BlockState.CACHED)
         num_evicted_before = self.cache.num_evicted
         if reserves:
-            allocation = self.cache.try_reserve(hashes, len(prompt), num_tokens)
+            allocation = self.cache.try_reserve(hashes, len(prompt), num_tokens, num_spare)
         else:
-            allocation = self.cache.try_allocate(hashes, len(prompt) - 1, num_tokens)
+            allocation = self.cache.try_allocate(hashes, len(prompt) - 1, num_tokens, num_spare)
             num_match = min(num_match, (len(prompt) - 1) // SIZE * SIZE)
         if allocation is None:
             after = [(pool.state(BlockId(b)), pool.refcount(BlockId(b))) for b in range(self.num_blocks)]
             assert after == before, "a refusal changed the pool"
-            self.check_refusal(hashes, num_match, num_tokens)
+            self.check_refusal(hashes, num_match, num_tokens, num_spare)
             return
+        assert self.cache.num_available >= num_spare, "took what was to be spared"
         assert allocation.num_cached * SIZE == num_match
         assert len(allocation.blocks) == -(-num_tokens // SIZE)
         assert len(set(allocation.blocks)) == len(allocation.blocks)
@@ -74,7 +75,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert num_evicted <= num_cached_before
         self.lives.append(Life(hashes, allocation))
 
-    def check_refusal(self, hashes: list[BlockHash], num_match: int, num_tokens: int) -> None:
+    def check_refusal(self, hashes: list[BlockHash], num_match: int, num_tokens: int, num_spare: int) -> None:
         """Only when the blocks nobody holds, without those it would share, are really too few."""
         pool = self.cache.pool
         unused = {BlockId(b) for b in range(self.num_blocks)} - self.users().keys()
@@ -85,23 +86,27 @@ class CacheMachine(RuleBasedStateMachine):
             for block, block_hash in self.contents.items()
             if block_hash == hashes[index] and block in unused and block in self.cache._index
         }
-        assert -(-num_tokens // SIZE) - num_match // SIZE > len(unused) - len(shared)
+        assert -(-num_tokens // SIZE) - num_match // SIZE + num_spare > len(unused) - len(shared)
 
     def users(self) -> dict[BlockId, int]:
         counts: dict[BlockId, int] = {}
+        held: list[BlockId] = []
         for life in self.lives:
-            held = life.allocation.held if life.is_reserved else life.allocation.blocks
-            for block in held:
-                counts[block] = counts.get(block, 0) + 1
+            whole = life.allocation
+            held += whole.cached + whole.empty if life.is_reserved else whole.blocks
+        for life in self.quarantined:
+            held += life.allocation.cached
+        for block in held:
+            counts[block] = counts.get(block, 0) + 1
         return counts
 
-    @rule(prompt=PROMPTS, num_answer=st.integers(0, 4))
-    def allocate(self, prompt: tuple[int, ...], num_answer: int) -> None:
-        self.admit(prompt, num_answer, reserves=False)
+    @rule(prompt=PROMPTS, num_answer=st.integers(0, 4), num_spare=st.integers(0, 2))
+    def allocate(self, prompt: tuple[int, ...], num_answer: int, num_spare: int) -> None:
+        self.admit(prompt, num_answer, num_spare, reserves=False)
 
-    @rule(prompt=PROMPTS, num_answer=st.integers(0, 4))
-    def reserve(self, prompt: tuple[int, ...], num_answer: int) -> None:
-        self.admit(prompt, num_answer, reserves=True)
+    @rule(prompt=PROMPTS, num_answer=st.integers(0, 4), num_spare=st.integers(0, 2))
+    def reserve(self, prompt: tuple[int, ...], num_answer: int, num_spare: int) -> None:
+        self.admit(prompt, num_answer, num_spare, reserves=True)
 
     @precondition(lambda self: any(life.is_reserved for life in self.lives))
     @rule(data=st.data())
@@ -116,12 +121,21 @@ class CacheMachine(RuleBasedStateMachine):
         life = data.draw(st.sampled_from([life for life in self.lives if life.is_reserved]))
         self.cache.quarantine(life.allocation)
         self.lives.remove(life)
-        self.quarantined.append(life.allocation.reserved)
+        self.quarantined.append(life)
 
     @precondition(lambda self: bool(self.quarantined))
-    @rule()
-    def fence(self) -> None:
-        self.cache.unquarantine(self.quarantined.pop(0))
+    @rule(data=st.data())
+    def fence(self, data: st.DataObject) -> None:
+        """Some of what the peer was to write had arrived whole and verified: that stays."""
+        life = self.quarantined.pop(0)
+        num_written = data.draw(st.integers(0, len(life.hashes)))
+        for index in range(life.allocation.num_cached, num_written):
+            self.contents[life.allocation.blocks[index]] = life.hashes[index]
+        self.cache.end_quarantine(life.allocation, life.hashes, num_written)
+        num_kept = max(num_written, life.allocation.num_cached)
+        self.check_found(life, num_kept)
+        indexed = [block in self.cache._index for block in life.allocation.blocks[num_kept:]]
+        assert not any(indexed), "kept what had not arrived"
 
     @precondition(lambda self: any(not life.is_reserved for life in self.lives))
     @rule(data=st.data(), num_blocks=st.integers(0, 5))
@@ -133,6 +147,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.contents[life.allocation.blocks[index]] = life.hashes[index]
         self.cache.commit(life.hashes[:stop], life.allocation.blocks, life.num_committed)
         life.num_committed = max(stop, life.num_committed)
+        self.check_found(life, stop)
+
+    def check_found(self, life: Life, stop: int) -> None:
         # The first block that stayed private did so because another holds the same prefix: that one is found.
         own = [block in self.cache._index for block in life.allocation.blocks[:stop]]
         num_found = min(stop, own.index(False) + 1) if False in own else stop
@@ -156,7 +173,8 @@ class CacheMachine(RuleBasedStateMachine):
         reserved = [block for life in self.lives if life.is_reserved for block in life.allocation.reserved]
         assert pool.blocks_in(BlockState.RESERVED) == set(reserved)
         assert len(set(reserved)) == len(reserved), "two peers may write into one block"
-        assert pool.blocks_in(BlockState.QUARANTINED) == {block for group in self.quarantined for block in group}
+        apart = [block for life in self.quarantined for block in life.allocation.reserved]
+        assert pool.blocks_in(BlockState.QUARANTINED) == set(apart)
         assert sum(pool.count(state) for state in BlockState) == self.num_blocks
 
     def teardown(self) -> None:
@@ -165,9 +183,9 @@ class CacheMachine(RuleBasedStateMachine):
         for life in list(self.lives):
             (self.cache.quarantine if life.is_reserved else lambda a: self.cache.release(a.blocks))(life.allocation)
             if life.is_reserved:
-                self.quarantined.append(life.allocation.reserved)
-        for group in self.quarantined:
-            self.cache.unquarantine(group)
+                self.quarantined.append(life)
+        for life in self.quarantined:
+            self.cache.end_quarantine(life.allocation, life.hashes, 0)
         assert self.cache.num_available == self.num_blocks
         # All of it can be evicted again: no cached block is stuck behind a child.
         assert self.cache.try_allocate([], 0, self.num_blocks * SIZE) is not None

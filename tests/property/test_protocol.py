@@ -23,6 +23,7 @@ MESSAGES = [(name, kind) for name, union in UNIONS.items() for kind in typing.ge
 
 INTEGERS = st.integers(0, 2**62)
 LEAVES: dict[object, st.SearchStrategy[object]] = {
+    bool: st.booleans(),
     int: INTEGERS,
     float: st.floats(allow_nan=False, allow_infinity=False),
     str: st.text(max_size=12),

@@ -87,13 +87,14 @@ class TorchEngine:
             return StepResult(plan.step_id, ())
         sampling = [item for item in placed if item.row.sampling is not None]
         logits = self._model.forward(
-            self._tensors(placed, sampling), self._layer_done(on_layers, must_be_readable=plan.reports_layers)
+            self._tensors(placed, sampling), self._layer_done(on_layers, plan=plan)
         )
         return StepResult(plan.step_id, self._sample(plan, logits, sampling))
 
-    def _layer_done(self, on_layers: OnLayers, *, must_be_readable: bool) -> LayerDone:
+    def _layer_done(self, on_layers: OnLayers, *, plan: StepPlan) -> LayerDone:
         def layer_done(layer: int) -> None:
-            if must_be_readable and self.device.type == "cuda":
+            is_read = plan.is_reported(layer + 1, self.config.num_layers)
+            if is_read and self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # readers use other streams
             on_layers(layer + 1)
 

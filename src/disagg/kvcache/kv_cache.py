@@ -72,8 +72,10 @@ class KvCache:
         return self._try(hashes, max_cached, num_reserved_tokens=0, num_tokens=num_tokens, num_spare=num_spare)
 
     def try_extend(self, num_blocks: int) -> list[BlockId] | None:
-        """Held, empty blocks; evicts if need be."""
-        return self.pool.try_take(num_blocks) if self._evict_until_free(num_blocks) else None
+        """Held, empty blocks; evicts if need be, and nothing when it cannot be enough."""
+        if num_blocks > self.num_available or not self._evict_until_free(num_blocks):
+            return None
+        return self.pool.try_take(num_blocks)
 
     def try_reserve(
         self, hashes: Sequence[BlockHash], num_prompt_tokens: int, num_tokens: int, num_spare: int = 0

@@ -1,6 +1,7 @@
 """Where a span lies in an arena, as byte runs in wire order: layer, then keys before values, then token."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from disagg.core.errors import InternalFault
 from disagg.core.ids import BlockId
@@ -14,7 +15,7 @@ def span_segments(layout: KvLayout, num_blocks: int, blocks: Sequence[BlockId], 
         raise InternalFault(
             f"{span} reaches past {len(blocks)} blocks of {layout.block_size} tokens and {layout.num_layers} layers"
         )
-    runs = _token_runs(layout, blocks, span)
+    runs = _token_runs(layout, tuple(blocks), span.token_start, span.token_stop)
     plane_bytes = num_blocks * layout.block_bytes
     segments: list[Segment] = []
     for plane in range(2 * span.layer_start, 2 * span.layer_stop):
@@ -29,13 +30,16 @@ def block_segments(layout: KvLayout, num_blocks: int, blocks: Sequence[BlockId])
     return span_segments(layout, num_blocks, sorted(blocks), span)
 
 
-def _token_runs(layout: KvLayout, blocks: Sequence[BlockId], span: Span) -> list[Segment]:
+@lru_cache(maxsize=256)  # a chunk is pushed in several groups of layers; all have the same runs
+def _token_runs(
+    layout: KvLayout, blocks: tuple[BlockId, ...], token_start: int, token_stop: int
+) -> tuple[Segment, ...]:
     """Byte runs inside one (layer, K or V) plane."""
     runs: list[Segment] = []
-    token = span.token_start
-    while token < span.token_stop:
+    token = token_start
+    while token < token_stop:
         index, within = divmod(token, layout.block_size)
-        count = min(layout.block_size - within, span.token_stop - token)
+        count = min(layout.block_size - within, token_stop - token)
         offset = blocks[index] * layout.block_bytes + within * layout.token_bytes
         length = count * layout.token_bytes
         if runs and runs[-1].offset + runs[-1].length == offset:
@@ -43,4 +47,4 @@ def _token_runs(layout: KvLayout, blocks: Sequence[BlockId], span: Span) -> list
         else:
             runs.append(Segment(offset, length))
         token += count
-    return runs
+    return tuple(runs)

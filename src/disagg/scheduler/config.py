@@ -22,7 +22,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     vocab_size: int
     budget: StepBudget
     handoff_mode: HandoffMode = HandoffMode.LAYERWISE
-    min_push_bytes: int = 256 * 1024  # smaller layer groups wait for the next layer
+    min_push_bytes: int = 2 * 1024 * 1024  # smaller layer groups wait for the next layer
     max_push_bytes: int = 4 * 1024 * 1024  # larger spans are cut, so that hand-offs interleave
     lease_s: float = 30.0  # how long either end keeps things without hearing from the other
     answer_headroom: int = 64  # answer tokens that need room at admission; more is taken as the answer grows

@@ -31,7 +31,12 @@ class StepPlan(msgspec.Struct, frozen=True):
 
     step_id: StepId
     rows: tuple[StepRow, ...]
-    reports_layers: bool = False  # a row is being handed off: finished layers must be readable by other threads
+    # Layers between two reports while a row is being handed off: KV must then be readable by other threads. 0: none.
+    report_every: int = 0
+
+    def is_reported(self, num_layers: int, of_layers: int) -> bool:
+        """Whether this many finished layers, of a model of of_layers, are worth a report."""
+        return self.report_every > 0 and (num_layers % self.report_every == 0 or num_layers == of_layers)
 
     @property
     def num_tokens(self) -> int:

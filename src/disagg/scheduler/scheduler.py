@@ -45,6 +45,8 @@ from disagg.scheduler.state import SchedulerState
 from disagg.scheduler.steps import Steps
 from disagg.telemetry.counters import Counters
 
+# The busiest events; they change what may run next only when they end a sequence.
+_QUIET = (LayersComputed, WriteFinished, WriteLanded)
 _SENDS = (Task.PREFILL, Task.SEND_PREFIX)
 _RECEIVES = (Task.DECODE, Task.RECEIVE_PREFIX)
 
@@ -79,7 +81,7 @@ class Scheduler:
         """Take one event in; give back what to do, in order. now_s never goes back."""
         self._state.now_s = now_s
         self._handlers[type(event)](event)
-        if not isinstance(event, LayersComputed):  # the busiest event changes no queue
+        if not isinstance(event, _QUIET) or self._state.take_has_freed():
             self._admit()
             self._ask_reservations()
             self._steps.start()

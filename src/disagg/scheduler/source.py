@@ -63,6 +63,12 @@ class HandoffSource:
     def start_step(self) -> None:
         self._pushed_layers = 0
 
+    def layers_per_push(self, token_start: int, token_stop: int, min_bytes: int) -> int:
+        """Layers of a chunk that make up a push of min_bytes; all of them when even they do not."""
+        num_layers = self._layout.num_layers
+        span = Span(max(token_start, self.first_missing_token), token_stop, 0, 1)
+        return num_layers if span.is_empty else min(num_layers, max(1, -(-min_bytes // self._layout.span_bytes(span))))
+
     def push_layers(
         self, blocks: tuple[BlockId, ...], token_start: int, token_stop: int, num_layers: int, min_bytes: int
     ) -> list[PushSpan]:

@@ -48,6 +48,7 @@ class SchedulerState:
         self.now_s = 0.0
         self._live: dict[SequenceId, Sequence] = {}
         self._ended: OrderedDict[HandoffId, None] = OrderedDict()  # so that a late repeat starts nothing
+        self._has_freed = False
         self._actions: list[Action] = []
         self._tokens: list[EmittedToken] = []
         self._prompts: list[PromptReport] = []
@@ -90,6 +91,11 @@ class SchedulerState:
             self._tokens, self._prompts, self._reports = [], [], []
         self._actions = []
         return actions
+
+    def take_has_freed(self) -> bool:
+        """Whether a sequence has ended or been dropped since the last call."""
+        has_freed, self._has_freed = self._has_freed, False
+        return has_freed
 
     def ignore(self, message: object) -> None:
         """Late, repeated or unknown: no effect, one counter."""
@@ -158,6 +164,7 @@ class SchedulerState:
         if not sequence.is_live:
             return
         self._live.pop(sequence.sequence_id, None)
+        self._has_freed = True
         in_use = sequence.is_in_step
         in_use |= self._cancel_source(sequence, failure, tell_peer=tell_peer)
         in_use |= self._cancel_destination(sequence, failure, tell_peer=tell_peer)
@@ -180,6 +187,7 @@ class SchedulerState:
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
+        self._has_freed = True
         self.cache.release(sequence.blocks)
         sequence.blocks = ()
         del self.sequences[sequence.attempt_id]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from disagg.core.ids import StepId
 from disagg.core.request import EmittedToken
+from disagg.core.roles import HandoffMode
 from disagg.policy.batching import PromptWork, plan_chunks
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
 from disagg.scheduler.actions import RunStep
@@ -68,11 +69,20 @@ class Steps:
             sequence.is_in_step = True
             if sequence.source is not None:
                 sequence.source.start_step()
-        reports_layers = any(sequence.source is not None for sequence, _, _ in rows)
         self._rows = tuple(rows)
-        self._running = StepPlan(StepId(self._next_step), tuple(row.row for row in rows), reports_layers)
+        self._running = StepPlan(StepId(self._next_step), tuple(row.row for row in rows), self._report_every(rows))
         self._next_step += 1
         self._state.act(RunStep(self._running))
+
+    def _report_every(self, rows: list[_Row]) -> int:
+        """Layers that make up the smallest push of this step; 0 when nothing is pushed while it runs."""
+        config = self._state.config
+        layers = [
+            sequence.source.layers_per_push(row.position, row.position + len(row.token_ids), config.min_push_bytes)
+            for sequence, row, _ in rows
+            if sequence.source is not None
+        ]
+        return min(layers, default=0) if config.handoff_mode is HandoffMode.LAYERWISE else 0
 
     def _in_order(self, state: SequenceState) -> list[Sequence]:
         sequences = (each for each in self._state.sequences.values() if each.state is state)
@@ -126,7 +136,7 @@ class Steps:
             self._state.ignore(event)
             return
         # An engine that reports no layers, or not the last one, loses nothing: what is left goes now.
-        if plan.reports_layers:
+        if plan.report_every:
             self.on_layers_computed(LayersComputed(plan.step_id, self._state.config.layout.num_layers))
         self._count(event.duration_s)
         for sequence, row, token in self._ended(event.result):

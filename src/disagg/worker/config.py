@@ -26,7 +26,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     mixed_chunk_tokens: int = 128  # prompt tokens per step beside running streams
     max_running: int = 64  # sequences in one step
     handoff: HandoffMode = HandoffMode.LAYERWISE
-    min_push_bytes: int = 256 * 1024
+    min_push_bytes: int = 2 << 20
     lease_s: float = 30.0
     progress_timeout_s: float = 10.0  # without a finished layer, or a turn of the loop: the process ends itself
     drain_timeout_s: float = 60.0  # for what runs, once told to end

@@ -167,7 +167,7 @@ class Worker:
     def _on_layers(self, plan: StepPlan) -> OnLayers:
         def on_layers(num_layers: int) -> None:
             self._stamp()
-            if plan.reports_layers:
+            if plan.is_reported(num_layers, self._engine.layout.num_layers):
                 self.post(LayersComputed(plan.step_id, num_layers))
 
         return on_layers

@@ -185,7 +185,6 @@ async def test_a_message_over_the_limit_is_not_sent(monkeypatch: pytest.MonkeyPa
         assert heard_other.messages == []
 
 
-@pytest.mark.xfail(strict=True, reason="on_lost is called inside send(), while its caller is carrying out actions")
 async def test_a_loss_is_never_told_inside_send(monkeypatch: pytest.MonkeyPatch) -> None:
     async with joined() as (one, _):
         heard = start(one)
@@ -195,9 +194,6 @@ async def test_a_loss_is_never_told_inside_send(monkeypatch: pytest.MonkeyPatch)
         await heard.wait(num_losses=1)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="an error in on_message ends the reading task alone: the channel stays open and deaf"
-)
 async def test_an_error_while_a_message_is_handled_is_a_loss() -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: None)

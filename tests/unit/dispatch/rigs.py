@@ -4,14 +4,17 @@ from typing import TypeVar
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import Failure
-from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
+from disagg.core.ids import HandoffId, Incarnation, RequestId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, SamplingParams
 from disagg.core.roles import Numerics, Role
 from disagg.core.spans import KvLayout
-from disagg.dispatch.actions import Deliver, DispatchAction, RefuseWorker, SendToWorker
-from disagg.dispatch.dispatcher import Dispatcher, DispatcherConfig
-from disagg.dispatch.events import DispatchEvent, WorkerLost, WorkerMessageReceived, WorkerRegistered
+from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
+from disagg.dispatch.config import DispatcherConfig
+from disagg.dispatch.dispatcher import Dispatcher
+from disagg.dispatch.events import DispatchEvent, TimePassed, WorkerLost, WorkerMessageReceived, WorkerRegistered
+from disagg.dispatch.open_request import Choice
 from disagg.dispatch.stream import GenerateRequest, RequestFailed, StreamEvent, TokensDelivered
+from disagg.policy.recovery import RecoveryLimits
 from disagg.protocol.messages import (
     EmitTokens,
     PoolCard,
@@ -53,23 +56,38 @@ def card(
 class Desk:
     """Drives one dispatcher and checks its invariants after every event."""
 
-    def __init__(self, *, local_prefill_tokens: int = 0, max_open_requests: int = 100) -> None:
+    def __init__(
+        self,
+        *,
+        local_prefill_tokens: int = 0,
+        max_open_requests: int = 100,
+        max_claimed_share: float = 8.0,
+        recovery: RecoveryLimits | None = None,
+    ) -> None:
+        self.now_s = 1000.0
         self.dispatcher = Dispatcher(
             DispatcherConfig(
                 incarnation=ROUTER,
                 tokenizer_digests={MODEL: "tok", "other": "tok"},
                 local_prefill_tokens=local_prefill_tokens,
                 max_open_requests=max_open_requests,
+                max_claimed_share=max_claimed_share,
+                recovery=recovery or RecoveryLimits(),
             )
         )
 
     def handle(self, event: DispatchEvent) -> list[DispatchAction]:
-        actions = self.dispatcher.handle(event)
+        actions = self.dispatcher.handle(event, self.now_s)
         self.dispatcher.check_invariants()
         return actions
 
-    def register(self, worker: WorkerCard) -> list[DispatchAction]:
-        return self.handle(WorkerRegistered(worker))
+    def wait(self, seconds: float) -> list[DispatchAction]:
+        """Let time pass."""
+        self.now_s += seconds
+        return self.handle(TimePassed())
+
+    def register(self, worker: WorkerCard, *, is_draining: bool = False) -> list[DispatchAction]:
+        return self.handle(WorkerRegistered(worker, is_draining))
 
     def hear(self, name: str, message: WorkerToRouter, incarnation: int = 1) -> list[DispatchAction]:
         return self.handle(WorkerMessageReceived(WorkerId(name), Incarnation(incarnation), message))
@@ -92,7 +110,7 @@ class Desk:
     ) -> tuple[RequestId, list[DispatchAction]]:
         sampling = SamplingParams(max_tokens, stop_token_ids=stops)
         request = GenerateRequest(MODEL, tuple(range(num_prompt)), sampling, num_choices)
-        request_id, actions = self.dispatcher.submit(request)
+        request_id, actions = self.dispatcher.submit(request, self.now_s)
         self.dispatcher.check_invariants()
         return request_id, actions
 
@@ -101,10 +119,17 @@ class Desk:
     ) -> list[DispatchAction]:
         return self.hear(name, EmitTokens((EmittedToken(SequenceId(request_id, choice), position, token_id),)))
 
-    def read(self, name: str, request_id: RequestId, num_cached: int = 0, choice: int = 0) -> list[DispatchAction]:
+    def read(
+        self, name: str, request_id: RequestId, num_cached: int = 0, choice: int = 0, attempt: int = 1
+    ) -> list[DispatchAction]:
         """The prompt has been read there."""
-        report = PromptReport(SequenceId(request_id, choice), num_cached, 10 - num_cached)
+        report = PromptReport(HandoffId(SequenceId(request_id, choice), attempt), num_cached, 10 - num_cached)
         return self.hear(name, EmitTokens((), (report,)))
+
+    def choice(self, request_id: RequestId, choice: int = 0) -> Choice:
+        opened = self.dispatcher.open_request(request_id)
+        assert opened is not None
+        return opened.choices[choice]
 
     @property
     def is_ready(self) -> bool:
@@ -138,6 +163,10 @@ def tokens_of(actions: list[DispatchAction]) -> list[int]:
     return [
         token.position for event in events_of(actions) if isinstance(event, TokensDelivered) for token in event.tokens
     ]
+
+
+def decisions(actions: list[DispatchAction]) -> list[str]:
+    return [action.text for action in actions if isinstance(action, LogDecision)]
 
 
 def error_in(actions: list[DispatchAction]) -> Exception:

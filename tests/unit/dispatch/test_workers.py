@@ -141,9 +141,6 @@ def test_a_worker_that_registers_again_has_lost_what_it_had() -> None:
     assert desk.is_ready  # its link to p0 was another connection
 
 
-@pytest.mark.xfail(
-    strict=True, reason="aborts of its old sequences go to a worker before the answer to its registration"
-)
 def test_the_answer_comes_first_for_a_worker_that_registers_again_too() -> None:
     desk = Desk().with_pair()
     desk.submit()

@@ -103,7 +103,7 @@ def test_layers_are_reported_in_order_once_their_kv_is_readable(tmp_path: Path) 
         written = engine.arena.tensor[:, :, 5:7].flatten(2)[..., :20].abs().amin(-1) > 0
         readable.append((num_layers, written.all(1).tolist()))
 
-    plan = StepPlan(StepId(3), (make_row(0, prompt, 0, [5, 6]),), reports_layers=True)
+    plan = StepPlan(StepId(3), (make_row(0, prompt, 0, [5, 6]),), report_every=1)
     result = engine.run_step(plan, on_layers)
     assert readable == [
         (1, [True, False, False]),
@@ -111,7 +111,7 @@ def test_layers_are_reported_in_order_once_their_kv_is_readable(tmp_path: Path) 
         (3, [True, True, True]),
     ]
     assert result.step_id == 3
-    silent = StepPlan(StepId(4), plan.rows, reports_layers=False)
+    silent = StepPlan(StepId(4), plan.rows, report_every=0)
     assert engine.run_step(silent, lambda _: pytest.fail("nobody asked")).tokens == result.tokens
 
 

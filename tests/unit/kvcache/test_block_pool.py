@@ -32,6 +32,7 @@ MOVES: dict[str, Callable[[BlockPool], object]] = {
     "unreserve": lambda pool: pool.unreserve([B0]),
     "quarantine": lambda pool: pool.quarantine([B0]),
     "unquarantine": lambda pool: pool.unquarantine([B0]),
+    "salvage": lambda pool: pool.salvage([B0]),
 }
 F, R, H, C, Q = BlockState.FREE, BlockState.RESERVED, BlockState.HELD, BlockState.CACHED, BlockState.QUARANTINED
 LEGAL = {
@@ -44,6 +45,7 @@ LEGAL = {
     (R, "unreserve"): F,
     (R, "quarantine"): Q,
     (Q, "unquarantine"): F,
+    (Q, "salvage"): H,
 }
 
 

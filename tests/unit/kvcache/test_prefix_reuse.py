@@ -176,20 +176,75 @@ def test_a_reservation_is_cached_then_reserved_then_held() -> None:
     assert reservation is not None
     assert (len(reservation.blocks), reservation.num_cached, reservation.num_reserved) == (5, 1, 2)
     assert {cache.pool.state(block) for block in reservation.reserved} == {BlockState.RESERVED}
-    assert {cache.pool.state(block) for block in reservation.held} == {BlockState.HELD}
+    assert {cache.pool.state(block) for block in (*reservation.cached, *reservation.empty)} == {BlockState.HELD}
     cache.confirm(reservation)
     assert {cache.pool.state(block) for block in reservation.blocks} == {BlockState.HELD}
 
 
 def test_a_given_up_reservation_waits_for_the_fence() -> None:
-    cache = KvCache(4, SIZE, ROOT)
-    reservation = cache.try_reserve([], 8, 12)
+    cache = KvCache(5, SIZE, ROOT)
+    store(cache, tokens(1))
+    hashes = cache.extend_hashes([], tokens(1, 2, 3))
+    reservation = cache.try_reserve(hashes, 12, 16)
     assert reservation is not None
     cache.quarantine(reservation)
-    assert cache.pool.count(BlockState.QUARANTINED) == 2
-    assert cache.try_allocate([], 0, 12) is None
-    cache.unquarantine(reservation.reserved)
-    assert cache.try_allocate([], 0, 16) is not None
+    assert {cache.pool.state(block) for block in reservation.reserved} == {BlockState.QUARANTINED}
+    assert {cache.pool.state(block) for block in reservation.cached} == {BlockState.HELD}  # what is kept builds on it
+    assert {cache.pool.state(block) for block in reservation.empty} == {BlockState.FREE}
+    assert cache.try_allocate([], 0, 3 * SIZE) is None
+    cache.end_quarantine(reservation, hashes, 0)
+    cache.check_invariants()
+    assert matching(cache, tokens(1, 2, 3)) == 4
+    assert cache.try_allocate([], 0, 5 * SIZE) is not None
+
+
+@pytest.mark.parametrize(("num_kept", "num_found"), [(0, 1), (1, 1), (2, 2), (3, 3)])
+def test_what_arrived_whole_before_the_end_is_kept_in_the_index(num_kept: int, num_found: int) -> None:
+    cache = KvCache(5, SIZE, ROOT)
+    store(cache, tokens(1))
+    hashes = cache.extend_hashes([], tokens(1, 2, 3))
+    reservation = cache.try_reserve(hashes, 12, 16)
+    assert reservation is not None
+    cache.quarantine(reservation)
+    cache.end_quarantine(reservation, hashes, num_kept)
+    cache.check_invariants()
+    assert matching(cache, tokens(1, 2, 3)) == num_found * SIZE
+    assert cache.pool.blocks_in(BlockState.CACHED) == set(reservation.blocks[:num_found])
+    assert cache.pool.count(BlockState.FREE) == 5 - num_found
+
+
+def test_kept_blocks_that_another_holds_already_are_freed() -> None:
+    """Two hand-offs of one prompt break: the second brings nothing that is not there."""
+    cache = KvCache(6, SIZE, ROOT)
+    hashes = cache.extend_hashes([], tokens(1, 2, 3))
+    pair = [cache.try_reserve(hashes, 12, 12) for _ in range(2)]
+    for reservation, num_kept in zip(pair, (2, 3), strict=True):
+        assert reservation is not None
+        cache.quarantine(reservation)
+        cache.end_quarantine(reservation, hashes, num_kept)
+        cache.check_invariants()
+    assert matching(cache, tokens(1, 2, 3)) == 8
+    assert cache.pool.count(BlockState.FREE) == 4
+
+
+def test_an_admission_leaves_room_for_those_that_grow() -> None:
+    cache = KvCache(4, SIZE, ROOT)
+    assert cache.try_allocate([], 0, 3 * SIZE, num_spare=2) is None
+    assert cache.try_reserve([], 3 * SIZE, 3 * SIZE, num_spare=2) is None
+    assert cache.pool.count(BlockState.FREE) == 4
+    assert cache.try_allocate([], 0, 2 * SIZE, num_spare=2) is not None
+
+
+def test_growing_evicts_what_nobody_uses_and_no_more() -> None:
+    cache = KvCache(4, SIZE, ROOT)
+    store(cache, tokens(1, 2))
+    held = cache.try_extend(3)
+    assert held is not None
+    assert {cache.pool.state(block) for block in held} == {BlockState.HELD}
+    assert (matching(cache, tokens(1, 2)), cache.num_evicted) == (4, 1)
+    assert cache.try_extend(2) is None
+    assert (matching(cache, tokens(1, 2)), cache.num_evicted) == (4, 1)  # a refusal evicts nothing
+    cache.check_invariants()
 
 
 def test_one_block_has_one_hash() -> None:

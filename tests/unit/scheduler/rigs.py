@@ -12,7 +12,7 @@ from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
 from disagg.core.roles import HandoffMode, Numerics, Role, Task
 from disagg.core.spans import KvLayout
 from disagg.policy.batching import StepBudget
-from disagg.protocol.handoff import decode_grant_key
+from disagg.protocol.handoff import GrantKey, decode_grant_key
 from disagg.protocol.messages import (
     AbortSequence,
     AnswerReservation,
@@ -79,6 +79,8 @@ class Solo:
         min_push_bytes: int = 0,
         max_push_bytes: int = 10**9,
         reserve_ahead: int = 2,
+        answer_headroom: int = 64,
+        lease_s: float = 9.0,
         name: WorkerId | None = None,
         incarnation: Incarnation = OWN,
     ) -> None:
@@ -96,7 +98,8 @@ class Solo:
             handoff_mode=mode,
             min_push_bytes=min_push_bytes,
             max_push_bytes=max_push_bytes,
-            lease_s=9.0,
+            lease_s=lease_s,
+            answer_headroom=answer_headroom,
             retry_s=0.01,
             starvation_s=2.0,
             reserve_ahead=reserve_ahead,
@@ -150,12 +153,15 @@ class Solo:
         spec = SequenceSpec(sequence_id(number), prompt, SamplingParams(max_tokens))
         return self.start_spec(spec, task)
 
-    def start_spec(self, spec: SequenceSpec, task: Task) -> list[Action]:
+    def start_spec(
+        self, spec: SequenceSpec, task: Task, *, attempt: int = 1, emitted: tuple[int, ...] = ()
+    ) -> list[Action]:
         peer = (None, None) if task is Task.WHOLE else (PEER, PEER_INCARNATION)
-        return self.handle(events.RouterMessageReceived(StartSequence(spec, task, 1, *peer)))
+        return self.handle(events.RouterMessageReceived(StartSequence(spec, task, attempt, emitted, *peer)))
 
-    def abort(self, number: int) -> list[Action]:
-        return self.handle(events.RouterMessageReceived(AbortSequence(sequence_id(number), "the client has gone")))
+    def abort(self, number: int, attempt: int = 1) -> list[Action]:
+        message = AbortSequence(sequence_id(number), attempt, "the client has gone")
+        return self.handle(events.RouterMessageReceived(message))
 
     # --- engine ------------------------------------------------------------------------------------------------
 
@@ -190,10 +196,10 @@ class Solo:
     def hear(self, message: object) -> list[Action]:
         return self.handle(events.PeerMessageReceived(PEER, message))  # type: ignore[arg-type]
 
-    def fence(self, number: int = 0) -> Fence:
+    def fence(self, attempt: int = 1) -> Fence:
         """Of a hand-off in the direction that this role has."""
         ends = (OWN, PEER_INCARNATION) if self.config.role is Role.PREFILL else (PEER_INCARNATION, OWN)
-        return Fence(*ends, 1)
+        return Fence(*ends, attempt)
 
     def answer(self, number: int, *, blocks: int = 4, first_missing: int = 0) -> AnswerReservation:
         """A grant of the peer's first blocks."""
@@ -203,13 +209,13 @@ class Solo:
             blocks=tuple(range(blocks)),  # type: ignore[arg-type]
             first_missing_token=first_missing,
             lease_s=9.0,
-            grant_key=b"key-%d" % number,
+            grant_key=GrantKey(handoff(number), self.fence()).encode(),
             num_blocks=16,
         )
 
 
-def handoff(number: int) -> HandoffId:
-    return HandoffId(sequence_id(number), 1)
+def handoff(number: int, attempt: int = 1) -> HandoffId:
+    return HandoffId(sequence_id(number), attempt)
 
 
 def of(kind: type[T], actions: Iterable[object]) -> list[T]:
@@ -240,7 +246,7 @@ class Duo:
         spec = SequenceSpec(sequence_id(number), prompt, SamplingParams(max_tokens))
         ends = ((self.destination, tasks[1], self.source), (self.source, tasks[0], self.destination))
         for end, task, peer in ends:
-            message = StartSequence(spec, task, 1, peer.config.worker_id, peer.config.incarnation)
+            message = StartSequence(spec, task, 1, (), peer.config.worker_id, peer.config.incarnation)
             self.take(end, end.handle(events.RouterMessageReceived(message)))
 
     def take(self, owner: Solo, actions: list[Action]) -> None:

@@ -11,7 +11,7 @@ from disagg.core.roles import Role, Task
 from disagg.core.spans import Span
 from disagg.policy.batching import StepBudget
 from disagg.protocol.handoff import decode_grant_key
-from disagg.protocol.messages import AnswerReservation, FinishPrefill, RequestReservation, TakeHandoff
+from disagg.protocol.messages import AnswerReservation, CancelHandoff, FinishPrefill, RequestReservation, TakeHandoff
 from disagg.scheduler import events
 from disagg.scheduler.actions import Action, OpenGrant, RevokeGrant, RunStep, SendToPeer
 from disagg.telemetry.metrics import LANDINGS_REJECTED, RESERVATIONS_REFUSED
@@ -60,21 +60,24 @@ def test_a_grant_is_open_before_the_peer_is_told_of_it() -> None:
     assert (solo.state.num_reserved_blocks, solo.state.num_held_blocks) == (3, 2)  # the answer's room is there too
 
 
-@pytest.mark.parametrize("num_tokens", [0, 11])
+@pytest.mark.parametrize("num_tokens", [0, 1, 9, 11])
 def test_an_offer_of_another_length_than_the_prompts_is_refused_for_good(num_tokens: int) -> None:
     solo = destination()
     solo.start(0, Task.DECODE, PROMPT)
     failure = ask(solo, num_tokens=num_tokens).failure
     assert failure is not None
     assert failure.kind is FailureKind.INVALID_REQUEST
-    assert f"{num_tokens} tokens offered, the prompt has 10" in failure.message
+    assert f"{num_tokens} tokens offered, the sequence has 10" in failure.message
 
 
-@pytest.mark.xfail(strict=True, reason="a DECODE part accepts a reservation for less than its whole prompt")
-def test_an_offer_of_a_part_of_the_prompt_to_decode_is_refused_for_good() -> None:
+@pytest.mark.parametrize(("num_tokens", "is_taken"), [(0, False), (8, True), (10, True), (11, False)])
+def test_a_part_of_a_prefix_is_welcome_in_the_index(num_tokens: int, is_taken: bool) -> None:
     solo = destination()
-    solo.start(0, Task.DECODE, PROMPT)
-    assert ask(solo, num_tokens=9).failure is not None
+    solo.start(0, Task.RECEIVE_PREFIX, PROMPT)
+    answer = ask(solo, num_tokens=num_tokens)
+    assert (answer.failure is None) is is_taken
+    if answer.failure is not None:
+        assert answer.failure.kind is FailureKind.INVALID_REQUEST
 
 
 @pytest.mark.parametrize(
@@ -230,14 +233,19 @@ def test_receivers_count_against_the_number_of_running_sequences() -> None:
     assert failure.kind is FailureKind.OVERLOADED
 
 
-@pytest.mark.xfail(strict=True, reason="a DECODE part without first token ends as finished: the router waits for ever")
-def test_a_finish_without_first_token_is_the_peers_fault() -> None:
+@pytest.mark.parametrize("token", [None, EmittedToken(sequence_id(0), 1, 42), EmittedToken(sequence_id(1), 0, 42)])
+def test_a_finish_without_the_right_first_token_is_the_peers_fault(token: EmittedToken | None) -> None:
     solo = receiving()
     land(solo, Span(0, 10, 0, 3))
-    solo.hear(finish(None))
-    if solo.state.num_reserved_blocks:
-        solo.handle(events.GrantFenced(handoff(0)))
-    assert solo.failures
+    actions = solo.hear(finish(token))
+    (report,) = solo.failures
+    assert report.failure.kind is FailureKind.TRANSFER_FAILED
+    assert "which is not the next of this answer" in report.failure.message
+    assert report.num_kept_tokens == 8  # the KV is whole, whatever the token was
+    assert (len(of(RevokeGrant, actions)), len(to_peer(CancelHandoff, actions))) == (1, 1)
+    solo.handle(events.GrantFenced(handoff(0)))
+    assert solo.scheduler.is_idle
+    assert (solo.num_used, solo.state.num_cached_blocks) == (0, 2)
 
 
 def test_late_landings_and_fences_of_a_running_sequence_are_ignored() -> None:
@@ -263,7 +271,6 @@ def test_a_peer_that_is_lost_after_the_hand_off_is_not_missed() -> None:
     assert solo.scheduler.is_idle
 
 
-@pytest.mark.xfail(strict=True, reason="a second GrantFenced raises out of handle()")
 def test_a_second_fence_is_ignored() -> None:
     solo = receiving()
     land(solo, Span(0, 10, 0, 3))

@@ -51,7 +51,7 @@ def spec(prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 3) -> SequenceSp
 def test_a_task_of_another_role_is_refused(role: Role, task: Task) -> None:
     solo = Solo(role)
     solo.meet(Role.DECODE if role is Role.PREFILL else Role.PREFILL)
-    failure = refused(solo, StartSequence(spec(), task, 3, PEER, PEER_INCARNATION))
+    failure = refused(solo, StartSequence(spec(), task, 3, (), PEER, PEER_INCARNATION))
     assert failure.kind is FailureKind.WRONG_ROLE
     assert role.value in failure.message
     assert task.value in failure.message
@@ -65,7 +65,7 @@ def test_a_peer_that_was_not_met_in_this_incarnation_is_refused(
 ) -> None:
     solo = Solo(Role.DECODE)
     solo.meet(Role.PREFILL)
-    failure = refused(solo, StartSequence(spec(), Task.DECODE, 1, peer, incarnation))
+    failure = refused(solo, StartSequence(spec(), Task.DECODE, 1, (), peer, incarnation))
     assert failure.kind is FailureKind.WORKER_LOST
     assert str(peer) in failure.message
 
@@ -154,7 +154,7 @@ def test_events_about_nothing_known_are_ignored(event: events.Event) -> None:
 
 def test_messages_of_the_router_that_are_not_for_a_scheduler_are_ignored() -> None:
     solo = Solo(Role.DECODE)
-    for message in (AbortSequence(sequence_id(9), "late"), AnnouncePeers(()), Beat(1)):
+    for message in (AbortSequence(sequence_id(9), 1, "late"), AnnouncePeers(()), Beat(1)):
         assert solo.handle(events.RouterMessageReceived(message)) == []
         assert solo.ignored(type(message).__name__) == 1
 

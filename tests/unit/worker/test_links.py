@@ -175,10 +175,6 @@ async def test_a_second_announcement_is_answered_at_once() -> None:
         assert len(target.peers._channels) == 1
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a peer that was not announced for a while keeps its connection but loses who watches over it",
-)
 async def test_a_peer_that_left_and_came_back_is_still_watched_over() -> None:
     async with site("p", Role.PREFILL) as source, site("d", Role.DECODE) as target:
         await meet(source, target)
@@ -207,9 +203,6 @@ async def test_a_lost_link_fails_what_was_under_way_at_both_ends() -> None:
         await target.settled()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a grant with too few blocks raises in the worker's own loop instead of failing the sequence"
-)
 async def test_a_grant_with_too_few_blocks_fails_the_sequence_only() -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: None)

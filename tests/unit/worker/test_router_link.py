@@ -304,7 +304,6 @@ async def test_a_worker_that_registers_again_is_served_by_its_new_connection() -
         await new.close()
 
 
-@pytest.mark.xfail(strict=True, reason="the connection that a worker has replaced is kept open and listened to")
 async def test_a_connection_that_was_replaced_is_closed() -> None:
     async with service() as (served, address):
         old, _ = await register(address, mixed_card())
