@@ -259,6 +259,9 @@ class Dispatcher:
     def _on_lost(self, event: WorkerLost) -> None:
         if not self.registry.remove(event.worker_id, event.incarnation):
             return
+        for opened in self._requests.values():
+            for choice in opened.choices:
+                choice.forget_kv_of(event.worker_id)
         # A lost prefill worker is the decode worker's to judge: it knows whether it has all it needs.
         for opened, choice in self._choices_written_by(event.worker_id):
             text = f"worker {event.worker_id}, which was writing the answer, was lost: {event.reason}"
@@ -364,7 +367,8 @@ class Dispatcher:
     def _on_failure(self, record: WorkerRecord, message: ReportFailure) -> None:
         worker_id = record.card.worker_id
         choice = self._choice(message.sequence_id)
-        if choice is None or not choice.is_placed or choice.attempt != message.attempt:
+        is_at_work = choice is not None and choice.is_placed and worker_id in choice.workers
+        if choice is None or not is_at_work or choice.attempt != message.attempt:
             self.counters.add(MESSAGES_IGNORED, label=type(message).__name__)
             return
         if choice.placement is not None and worker_id == choice.placement.decode:

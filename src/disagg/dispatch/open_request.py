@@ -54,6 +54,13 @@ class Choice:
     def num_remaining_tokens(self) -> int:
         return self.entry.spec.sampling.max_tokens - len(self.entry.tokens)
 
+    def forget_kv_of(self, worker_id: WorkerId) -> None:
+        """The process is gone: another one under its name has none of it."""
+        if self.kept_on == worker_id:
+            self.kept_on, self.num_kept_tokens = None, 0
+        if self.read_by == worker_id:
+            self.read_by = None
+
     def demand(self) -> Demand:
         spec = self.entry.spec
         num_to_read = len(spec.prompt_ids) + len(self.entry.tokens)

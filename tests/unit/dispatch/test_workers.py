@@ -5,10 +5,17 @@ from tests.unit.dispatch.rigs import MODEL, Desk, card, sent
 
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import WorkerId
-from disagg.core.roles import Role
+from disagg.core.roles import Role, Task
 from disagg.dispatch.actions import RefuseWorker, SendToWorker
-from disagg.protocol.messages import AnnouncePeers, AnswerRegistration, ReportState, WorkerCard, WorkerState
-from disagg.telemetry.metrics import MESSAGES_IGNORED
+from disagg.protocol.messages import (
+    AnnouncePeers,
+    AnswerRegistration,
+    ReportState,
+    StartSequence,
+    WorkerCard,
+    WorkerState,
+)
+from disagg.telemetry.metrics import MESSAGES_IGNORED, MOVES
 
 
 @pytest.mark.parametrize(
@@ -134,11 +141,14 @@ def test_workers_of_two_models_do_not_serve_each_other() -> None:
 
 def test_a_worker_that_registers_again_has_lost_what_it_had() -> None:
     desk = Desk().with_pair()
-    desk.submit()
-    desk.register(card("d0", Role.DECODE))
-    assert desk.dispatcher.num_open == 0
-    assert desk.claims() == {"p0": (0, 0), "d0": (0, 0)}
+    request_id, _ = desk.submit()
+    desk.emit("p0", request_id, 0, token_id=50)
+    actions = desk.register(card("d0", Role.DECODE))
     assert desk.is_ready  # its link to p0 was another connection
+    started = [(name, each.task, each.attempt, each.emitted_ids) for name, each in sent(StartSequence, actions)]
+    assert started == [("d0", Task.DECODE, 2, (50,)), ("p0", Task.PREFILL, 2, (50,))]
+    assert desk.claims() == {"p0": (0, 11), "d0": (4, 0)}
+    assert desk.dispatcher.counters.get(MOVES, "worker_lost") == 1
 
 
 def test_the_answer_comes_first_for_a_worker_that_registers_again_too() -> None:
