@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from disagg.protocol.tables import TABLES
 from disagg.protocol.table import TransitionTable
+from disagg.protocol.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"

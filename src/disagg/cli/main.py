@@ -13,7 +13,7 @@ from disagg import __version__
 from disagg.channel.lifeline import watch_parent
 from disagg.cli import launch
 from disagg.cli import options as opt
-from disagg.cli.sizes import format_bytes, parse_bytes, parse_cores, parse_models
+from disagg.cli.sizes import format_bytes, parse_address, parse_bytes, parse_cores, parse_models
 from disagg.cluster.plan import PoolSizes, check_pool_sizes, check_ports, plan_local
 from disagg.core.errors import ConfigurationError, DisaggError
 from disagg.core.roles import Role
@@ -179,7 +179,7 @@ def worker(
         served_name=served_name or default_served_name(model),
         role=role,
         worker_id=worker_id or f"{role.value}-{os.uname().nodename}-{os.getpid()}",
-        router_address=router_address,
+        router_address=parse_address(router_address),
         host=host,
         device=device,
         cores=parse_cores(cores),
@@ -244,7 +244,7 @@ def drain(
     ] = _WORKER.router_address,
 ) -> None:
     """Let one worker finish or give away its work, and end. Returns at once; nothing is lost."""
-    launch.drain(worker_id, router_address)
+    launch.drain(worker_id, parse_address(router_address))
     _say(f"{worker_id} drains and then ends")
 
 

@@ -1,4 +1,4 @@
-"""Sizes and lists as people type them."""
+"""Sizes, lists and addresses as people type them."""
 
 import re
 
@@ -45,3 +45,11 @@ def parse_models(texts: list[str]) -> tuple[tuple[str, str], ...]:
             raise ConfigurationError(f"{text!r} names no model: write NAME=PATH")
         pairs.append((name, path))
     return tuple(pairs)
+
+
+def parse_address(text: str) -> str:
+    """'host:port' as it is, with a port from 1 to 65535. Raises ConfigurationError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigurationError(f"{text!r} is no address: write host:port, such as 127.0.0.1:8001")
+    return text

@@ -29,5 +29,8 @@ async def _ask(worker_id: WorkerId, router_address: str) -> None:
             await channel.close()
     except PeerFault as error:
         raise ConfigurationError(f"the router's control port: {error}; name it with --router-address") from None
-    if isinstance(answer, AnswerDrain) and answer.failure is not None:
+    if not isinstance(answer, AnswerDrain):
+        text = f"{router_address} answered with {type(answer).__name__}, which no router does"
+        raise ConfigurationError(text)
+    if answer.failure is not None:
         raise ConfigurationError(answer.failure.message)

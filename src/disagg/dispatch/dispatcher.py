@@ -11,14 +11,7 @@ Views of workers are hints: what a worker answers decides.
 
 from collections.abc import Callable
 
-from disagg.core.errors import (
-    DisaggError,
-    Failure,
-    FailureKind,
-    InternalFault,
-    InvalidRequest,
-    Unavailable,
-)
+from disagg.core.errors import DisaggError, Failure, FailureKind, InternalFault, InvalidRequest, Unavailable
 from disagg.core.ids import RequestId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, FinishReason
 from disagg.core.roles import Task
@@ -336,8 +329,9 @@ class Dispatcher:
         for prompt in message.prompts:
             choice = self._choice(prompt.attempt_id.sequence_id)
             if choice is not None and choice.attempt == prompt.attempt_id.attempt:
-                record.waiting_tokens.pop(choice.sequence_id, None)
-                if choice.attempt == 1:  # what a retry finds cached is this request's own
+                was_waiting = record.waiting_tokens.pop(choice.sequence_id, None) is not None
+                # What a retry or a preempted sequence finds cached is this request's own.
+                if was_waiting and choice.attempt == 1:
                     choice.num_cached_tokens = prompt.num_cached_tokens
         by_sequence: dict[SequenceId, list[EmittedToken]] = {}
         for token in message.tokens:

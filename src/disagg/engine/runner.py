@@ -86,9 +86,7 @@ class TorchEngine:
         if not placed:
             return StepResult(plan.step_id, ())
         sampling = [item for item in placed if item.row.sampling is not None]
-        logits = self._model.forward(
-            self._tensors(placed, sampling), self._layer_done(on_layers, plan=plan)
-        )
+        logits = self._model.forward(self._tensors(placed, sampling), self._layer_done(on_layers, plan=plan))
         return StepResult(plan.step_id, self._sample(plan, logits, sampling))
 
     def _layer_done(self, on_layers: OnLayers, *, plan: StepPlan) -> LayerDone:

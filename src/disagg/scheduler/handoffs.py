@@ -5,7 +5,6 @@ from collections.abc import Callable
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
 from disagg.protocol.handoff import DestinationState, SourceState
-from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.messages import (
     AnswerReservation,
     CancelHandoff,
@@ -88,15 +87,16 @@ class Handoffs:
 
     def next_wake_s(self) -> float:
         """When on_clock has something to do; infinity when nothing is held for anybody."""
-        ends = self._ends(_RENEWING_SOURCE, _LEASED_DESTINATION)
-        return min((self._renew_at_s, *(end.lease_until_s for end in ends))) if ends else float("inf")
+        if not self._ends(_RENEWING_SOURCE, _LEASED_DESTINATION):
+            return float("inf")
+        return min((self._renew_at_s, *(end.lease_until_s for end in self._leased())))
 
     def _on_cancel_handoff(self, peer: WorkerId, message: CancelHandoff) -> None:
         sequence = self._state.sequences.get(message.handoff_id)
         end = (sequence.source or sequence.destination) if sequence is not None else None
         if sequence is None or end is None or end.fence != message.fence or end.peer != peer:
             self._state.ignore(message)
-        elif sequence.state is SequenceState.DECODING:
+        elif not sequence.needs_peer:
             self._state.ignore(message)  # it is ours by now
         else:
             self._state.fail(sequence, message.failure)

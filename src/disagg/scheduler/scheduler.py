@@ -164,7 +164,7 @@ class Scheduler:
         failure = Failure(FailureKind.WORKER_LOST, f"worker {event.peer} was lost: {event.reason}")
         for sequence in list(self._state.sequences.values()):
             end = sequence.source or sequence.destination
-            if end is not None and end.peer == event.peer and sequence.state is not SequenceState.DECODING:
+            if end is not None and end.peer == event.peer and sequence.needs_peer:
                 self._state.fail(sequence, failure)
 
     def _on_start(self, message: StartSequence) -> None:

@@ -4,6 +4,7 @@ from disagg.core.ids import BlockId, HandoffId, SequenceId
 from disagg.core.request import FinishReason, SequenceSpec, finish_reason
 from disagg.core.roles import Task
 from disagg.kvcache.block_hash import BlockHash
+from disagg.protocol.handoff import DestinationState
 from disagg.protocol.lifecycle import SEQUENCE_TABLE, SequenceState
 from disagg.protocol.table import Machine
 from disagg.scheduler.destination import HandoffDestination
@@ -75,6 +76,13 @@ class Sequence:
     @property
     def is_live(self) -> bool:
         return self.state not in (SequenceState.CLOSING, SequenceState.ENDED)
+
+    @property
+    def needs_peer(self) -> bool:
+        """Whether the other end of its hand-off still has a part in it."""
+        if self.state is SequenceState.DECODING:
+            return False
+        return self.destination is None or self.destination.state is not DestinationState.COMPLETE
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -148,6 +148,8 @@ def test_serve_plans_workers_of_each_role(launched: Launched, monkeypatch: pytes
         (["serve", "/m", "--mixed", "1", "--block-size", "0"], "block_size is 0"),
         (["worker", "/bad"], "'/bad' is not a model"),
         (["worker", "/m", "--cores", "x"], "is no list of cores"),
+        (["worker", "/m", "--router-address", "node-7"], "'node-7' is no address"),
+        (["drain", "w0", "--router-address", "node-7:x"], "'node-7:x' is no address"),
         (["router"], "no model"),
         (["router", "--model", "x"], "NAME=PATH"),
     ],

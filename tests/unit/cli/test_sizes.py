@@ -1,10 +1,10 @@
-"""Sizes and lists as people type them."""
+"""Sizes, lists and addresses as people type them."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disagg.cli.sizes import format_bytes, parse_bytes, parse_cores, parse_models
+from disagg.cli.sizes import format_bytes, parse_address, parse_bytes, parse_cores, parse_models
 from disagg.core.errors import ConfigurationError
 
 
@@ -40,3 +40,14 @@ def test_models() -> None:
     for text in ("a", "=x", "a="):
         with pytest.raises(ConfigurationError, match="NAME=PATH"):
             parse_models([text])
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:8001", "node-7:1", "::1:65535"])
+def test_an_address_stays_as_it_is(text: str) -> None:
+    assert parse_address(text) == text
+
+
+@pytest.mark.parametrize("text", ["", "node-7", ":8001", "node-7:", "node-7:x", "node-7:0", "node-7:65536", "a:-1"])
+def test_what_is_no_address_is_named(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"'{text}' is no address: write host:port"):
+        parse_address(text)

@@ -17,6 +17,7 @@ from disagg.testing.processes import MarkedProcess, command_line
 TIMEOUT_S = 20.0
 FAST = RestartPolicy(first_delay_s=0.001, max_delay_s=0.01, max_crashes=4)
 WAIT_FOR_EVER = "print('up', flush=True); import threading; threading.Event().wait()"
+DRAINS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); " + WAIT_FOR_EVER
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + WAIT_FOR_EVER
 
 
@@ -91,6 +92,39 @@ async def test_exit_code_2_is_an_answer_not_a_crash() -> None:
     event = await watched.next_exit()
     assert event.decision.delay_s is None
     assert event.last_line == "disagg: port 80 is in use"
+    await watched.stop()
+
+
+async def test_a_process_that_drained_by_itself_has_ended_as_asked() -> None:
+    watched = Watched()
+    watched.supervisor.start(child("a", "print('drained', flush=True)"))
+    event = await watched.next_exit()
+    assert (event.returncode, event.decision.delay_s) == (0, None)
+    assert event.describe() == "a ended (exit code 0); it has drained and ended as asked"
+    assert watched.snapshot("a").phase is ProcessPhase.GIVEN_UP
+    await watched.supervisor.restart("a", timeout_s=TIMEOUT_S)  # nothing is there to be restarted
+    assert (watched.snapshot("a").num_starts, watched.snapshot("a").pid) == (1, None)
+    await watched.stop()
+
+
+@pytest.mark.parametrize(("code", "timeout_s"), [(DRAINS, TIMEOUT_S), (WAIT_FOR_EVER, TIMEOUT_S), (DEAF, 0.05)])
+async def test_a_restart_lets_the_old_process_end_and_is_no_crash(code: str, timeout_s: float) -> None:
+    """However it ends: drained with code 0, by the signal, or killed when it does not in time."""
+    watched = Watched()
+    watched.supervisor.start(child("a", code))
+    pids: list[int] = []
+    for number in range(1, 6):  # more often than it may crash
+        if pids:
+            await watched.supervisor.restart("a", timeout_s=timeout_s)
+        assert await watched.next_line() == ("a", Stream.STDOUT, "up")
+        snapshot = watched.snapshot("a")
+        assert (snapshot.phase, snapshot.num_starts) == (ProcessPhase.RUNNING, number)
+        assert not any(command_line(pid) for pid in pids)
+        assert snapshot.pid is not None
+        pids.append(snapshot.pid)
+    assert len(set(pids)) == 5
+    assert watched.snapshot("a").last_exit is None
+    assert watched.exits.empty()
     await watched.stop()
 
 

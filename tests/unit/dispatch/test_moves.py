@@ -7,6 +7,7 @@ from disagg.core.errors import Failure, FailureKind, InvalidRequest, Unavailable
 from disagg.core.ids import RequestId, SequenceId
 from disagg.core.request import FinishReason
 from disagg.core.roles import Role, Task
+from disagg.dispatch.actions import DispatchAction
 from disagg.dispatch.events import ChoiceStopped, ClientGone
 from disagg.dispatch.stream import TokensDelivered
 from disagg.policy.recovery import RecoveryLimits
@@ -36,8 +37,8 @@ def failed(
     return ReportFailure(SequenceId(request_id, choice), attempt, Failure(kind, "the step failed"), kept)
 
 
-def starts(actions: list[object]) -> list[tuple[str, Task, int, tuple[int, ...]]]:
-    return [(name, start.task, start.attempt, start.emitted_ids) for name, start in sent(StartSequence, actions)]  # type: ignore[arg-type]
+def starts(actions: list[DispatchAction]) -> list[tuple[str, Task, int, tuple[int, ...]]]:
+    return [(name, start.task, start.attempt, start.emitted_ids) for name, start in sent(StartSequence, actions)]
 
 
 # --- from where it stopped ---------------------------------------------------------------------------------------
@@ -193,9 +194,9 @@ def test_the_prefill_worker_that_has_read_it_reads_it_again_even_when_it_is_busi
     desk.submit(num_prompt=40)
     desk.read("p1", second)
     assert (desk.claims()["p0"], desk.claims()["p1"]) == ((0, 50), (0, 0))
-    actions = desk.lose(desk.choice(first).workers[0])
-    assert [name for name, task, _, _ in starts(actions) if task is Task.PREFILL][0] == "p0"
-    assert desk.choice(first).workers[1] == "p0"
+    decode = desk.choice(first).workers[0]
+    actions = desk.hear(decode, failed(first, FailureKind.LEASE_EXPIRED))
+    assert [name for name, task, _, _ in starts(actions) if task is Task.PREFILL] == ["p0"]
 
 
 @pytest.mark.parametrize(

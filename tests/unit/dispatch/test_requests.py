@@ -161,6 +161,16 @@ def test_a_prompt_that_is_read_waits_no_more() -> None:
     assert opened.num_cached_tokens == 8
 
 
+def test_a_prompt_is_read_once_for_the_account() -> None:
+    """A preempted sequence reads again and finds its own KV, answer and all."""
+    desk = Desk().with_pair()
+    request_id, _ = desk.submit(max_tokens=90)
+    desk.read("p0", request_id, num_cached=3)
+    for name in ("p0", "d0"):
+        desk.read(name, request_id, num_cached=60)
+        assert desk.choice(request_id).num_cached_tokens == 3
+
+
 def test_reports_of_unknown_sequences_are_harmless() -> None:
     desk = Desk().with_pair()
     stranger = SequenceId(RequestId(Incarnation(99), 0), 0)

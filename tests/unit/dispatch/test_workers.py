@@ -23,6 +23,7 @@ from disagg.telemetry.metrics import MESSAGES_IGNORED, MOVES
     [
         (card("d1", Role.DECODE, model="nothing"), FailureKind.INVALID_REQUEST, ["d1", "nothing", "model, other"]),
         (card("d1", Role.DECODE, tokenizer="tik"), FailureKind.INVALID_REQUEST, ["d1", "tik", "tok"]),
+        (card("d1", Role.DECODE, num_blocks=0), FailureKind.INVALID_REQUEST, ["d1", "cannot be used", "0 blocks"]),
         (card("d0", Role.DECODE, incarnation=2), FailureKind.OVERLOADED, ["d0", "taken", "--worker-id"]),
     ],
 )

@@ -46,8 +46,29 @@ def view(
 PAIR = [view("p", Role.PREFILL, partners=["d"]), view("d", Role.DECODE)]
 
 
-def demand(num_prompt: int, num_answer: int = 1, num_cached: int = 0) -> Demand:
-    return Demand(num_prompt, num_prompt - num_cached, num_prompt + num_answer - 1)
+def demand(
+    num_prompt: int,
+    num_answer: int = 1,
+    num_cached: int = 0,
+    *,
+    decode: str | None = None,
+    prefill: str | None = None,
+    excluded: Iterable[str] = (),
+) -> Demand:
+    return Demand(
+        num_prompt_tokens=num_prompt,
+        num_uncached_tokens=num_prompt - num_cached,
+        num_total_tokens=num_prompt + num_answer - 1,
+        preferred_decode=WorkerId(decode) if decode is not None else None,
+        preferred_prefill=WorkerId(prefill) if prefill is not None else None,
+        excluded=frozenset(map(WorkerId, excluded)),
+    )
+
+
+def placed(workers: list[WorkerView], what: Demand, limit: int = 0) -> Placement:
+    placement = choose(workers, what, limit)
+    assert isinstance(placement, Placement)
+    return placement
 
 
 @pytest.mark.parametrize("limit", [0, 1, BLOCK - 1, BLOCK, 10**9])
@@ -60,10 +81,15 @@ def test_a_prompt_up_to_the_limit_is_read_by_the_decode_worker(limit: int, num_p
         assert placement == Placement(Path.REMOTE, PlacementReason.LONG_PROMPT, WorkerId("d"), WorkerId("p"))
 
 
-def test_only_uncached_tokens_count_against_the_limit() -> None:
-    placement = choose(PAIR, demand(500, num_cached=490), 10)
-    assert isinstance(placement, Placement)
-    assert placement.path is Path.LOCAL
+@pytest.mark.parametrize(
+    ("decode", "num_cached", "path"),
+    [("d", 490, Path.LOCAL), ("d", 489, Path.REMOTE), (None, 490, Path.REMOTE), ("gone", 490, Path.REMOTE)],
+)
+def test_only_uncached_tokens_count_against_the_limit_where_they_are_cached(
+    decode: str | None, num_cached: int, path: Path
+) -> None:
+    placement = placed(PAIR, demand(500, num_cached=num_cached, decode=decode), 10)
+    assert (placement.decode, placement.path) == ("d", path)
 
 
 def test_a_mixed_worker_does_both_whatever_the_limit() -> None:
@@ -182,11 +208,72 @@ def test_answers_spread_evenly_over_decode_workers() -> None:
 )
 def test_a_sentence_says_what_is_missing(workers: list[WorkerView], missing: str) -> None:
     assert what_is_missing(workers) == missing
-    placement = choose(workers, demand(50), 10**9)
-    assert isinstance(placement, NoPlacement) is bool(missing)
-    if isinstance(placement, NoPlacement):
-        assert placement.missing == missing
+    placement = choose(workers, demand(50), 0)
+    has_writer = any(view.role is not Role.PREFILL for view in workers)
+    if not has_writer:
+        assert placement == NoPlacement(missing)
+    elif missing:  # not as intended, but better than nothing
+        assert placement == Placement(Path.LOCAL, PlacementReason.NO_PREFILL_WORKER, WorkerId("d"))
+    else:
+        assert isinstance(placement, Placement)
+        assert placement.path is not Path.LOCAL
 
 
 def test_a_partner_of_the_same_role_makes_no_pair() -> None:
     assert usable_pairs([view("p0", Role.PREFILL, partners=["p1", "gone"]), view("p1", Role.PREFILL)]) == []
+
+
+# --- once more, after a failure ----------------------------------------------------------------------------------
+
+SITE = [
+    view("p0", Role.PREFILL, partners=["d0", "d1"]),
+    view("p1", Role.PREFILL, partners=["d0", "d1"], waiting=900),
+    view("d0", Role.DECODE),
+    view("d1", Role.DECODE, claimed=900),
+]
+
+
+@pytest.mark.parametrize(
+    ("what", "decode", "prefill"),
+    [
+        (demand(50), "d0", "p0"),
+        (demand(50, decode="d1"), "d1", "p0"),
+        (demand(50, prefill="p1"), "d0", "p1"),
+        (demand(50, decode="gone", prefill="gone"), "d0", "p0"),
+        (demand(50, excluded=["d0"]), "d1", "p0"),
+        (demand(50, excluded=["p0"]), "d0", "p1"),
+        (demand(50, excluded=["d0", "d1"]), "d0", "p0"),  # nobody else is there
+        (demand(50, decode="d1", excluded=["d1"]), "d0", "p0"),
+        (demand(50, prefill="p1", excluded=["p1"]), "d0", "p0"),
+    ],
+)
+def test_preferences_come_before_load_and_exclusions_before_preferences(
+    what: Demand, decode: str, prefill: str
+) -> None:
+    placement = placed(SITE, what)
+    assert placement == Placement(Path.REMOTE, PlacementReason.LONG_PROMPT, WorkerId(decode), WorkerId(prefill))
+
+
+def test_when_all_prefill_workers_have_failed_it_the_decode_worker_reads_it() -> None:
+    placement = placed(SITE, demand(50, excluded=["p0", "p1"]))
+    assert placement == Placement(Path.LOCAL, PlacementReason.NO_PREFILL_WORKER, WorkerId("d0"))
+
+
+def test_a_preferred_worker_that_can_never_hold_it_is_not_taken() -> None:
+    workers = [*PAIR, view("small", Role.DECODE, num_blocks=3)]
+    workers[0] = view("p", Role.PREFILL, partners=["d", "small"])
+    assert placed(workers, demand(48, decode="small")).decode == "small"
+    assert placed(workers, demand(49, decode="small")).decode == "d"
+
+
+def test_a_mixed_worker_is_preferred_and_excluded_too() -> None:
+    workers = [view("m0", Role.MIXED), view("m1", Role.MIXED, claimed=10)]
+    assert placed(workers, demand(50, decode="m1")).decode == "m1"
+    assert placed(workers, demand(50, excluded=["m0"])).decode == "m1"
+    assert placed(workers, demand(50, excluded=["m0", "m1"])).decode == "m0"
+
+
+def test_a_decode_worker_without_partner_is_taken_only_when_no_other_is_there() -> None:
+    workers = [*PAIR, view("lonely", Role.DECODE)]
+    assert placed(workers, demand(50, excluded=["d"])).decode == "lonely"
+    assert placed(workers, demand(50, decode="lonely")).decode == "d"

@@ -9,7 +9,7 @@ from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.roles import Numerics, Role
 from disagg.core.spans import KvLayout
 from disagg.protocol.messages import PoolCard, WorkerCard
-from disagg.protocol.pairing import common_endpoint, is_handoff_pair, pairing_failure
+from disagg.protocol.pairing import card_flaw, common_endpoint, is_handoff_pair, pairing_failure
 
 replace = msgspec.structs.replace
 TCP = Endpoint(TransportKind.TCP, "127.0.0.1:9")
@@ -101,3 +101,28 @@ def test_prompts_are_handed_from_prefill_to_decode_only(source: Role, destinatio
 def test_pools_of_two_models_do_not_meet() -> None:
     other = card("dec-b", Role.DECODE)
     assert not is_handoff_pair(card("pre-a"), replace(other, pool=replace(other.pool, model="another")))
+
+
+FLAWS: dict[str, dict[str, object]] = {
+    "layout": {"num_layers": 0, "num_kv_heads": -1, "head_dim": 0, "block_size": 0, "dtype": "float8"},
+    "pool": {"max_context": 0, "vocab_size": 0},
+    "card": {"num_blocks": 0},
+}
+
+
+@pytest.mark.parametrize(("where", "field"), [(where, field) for where, fields in FLAWS.items() for field in fields])
+def test_a_card_that_nobody_can_work_with_is_told_with_the_value(where: str, field: str) -> None:
+    good = card("dec-b", Role.DECODE)
+    assert card_flaw(good) == ""
+    value = FLAWS[where][field]
+    bad = {
+        "layout": lambda: replace(good, layout=replace(good.layout, **{field: value})),
+        "pool": lambda: replace(good, pool=replace(good.pool, **{field: value})),
+        "card": lambda: replace(good, **{field: value}),
+    }[where]()
+    flaw = card_flaw(bad)
+    assert str(value) in flaw
+    for failure in (pairing_failure(card("pre-a"), bad), pairing_failure(bad, card("pre-a"))):
+        assert failure is not None
+        assert failure.kind is FailureKind.INVALID_REQUEST
+        assert failure.message == f"dec-b cannot be paired: {flaw}"

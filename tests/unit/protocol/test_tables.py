@@ -7,11 +7,16 @@ import pytest
 
 from disagg.core.errors import InternalFault
 from disagg.protocol.handoff import DESTINATION_TABLE, SOURCE_TABLE
-from disagg.protocol.lifecycle import REQUEST_TABLE, SEQUENCE_TABLE, SequenceState, SequenceTrigger
+from disagg.protocol.lifecycle import CHOICE_TABLE, SEQUENCE_TABLE, SequenceState, SequenceTrigger
 from disagg.protocol.table import Machine, TransitionTable
+from disagg.protocol.tables import TABLES
 
-TABLES: list[TransitionTable[Any, Any]] = [SEQUENCE_TABLE, REQUEST_TABLE, SOURCE_TABLE, DESTINATION_TABLE]
 every_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+
+
+def test_the_list_of_tables_is_whole() -> None:
+    assert set(TABLES) == {SEQUENCE_TABLE, CHOICE_TABLE, SOURCE_TABLE, DESTINATION_TABLE}
+    assert len({table.name for table in TABLES}) == 4
 
 
 def members(example: enum.Enum) -> set[enum.Enum]:

@@ -37,6 +37,7 @@ from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.engine import StepPlan, StepResult
 from disagg.scheduler.scheduler import Scheduler
 from disagg.telemetry.metrics import MESSAGES_IGNORED
+from disagg.testing.engine import FakeEngine
 
 T = TypeVar("T")
 
@@ -147,6 +148,11 @@ class Solo:
     def failures(self) -> list[ReportFailure]:
         return [report for report in self.reports if isinstance(report, ReportFailure)]
 
+    def tokens(self, number: int) -> list[EmittedToken]:
+        """All that the router was told of one sequence."""
+        messages = [report for report in self.reports if isinstance(report, EmitTokens)]
+        return [t for message in messages for t in message.tokens if t.sequence_id == sequence_id(number)]
+
     # --- router ------------------------------------------------------------------------------------------------
 
     def start(self, number: int, task: Task, prompt: tuple[int, ...], max_tokens: int = 3) -> list[Action]:
@@ -179,6 +185,12 @@ class Solo:
             if row.sampling is not None
         )
         return self.handle(events.StepFinished(StepResult(plan.step_id, tokens), 0.01))
+
+    def compute_step(self, engine: FakeEngine) -> list[Action]:
+        """The running step ends with what this engine makes of it."""
+        assert self.plan is not None, "no step runs"
+        plan, self.plan = self.plan, None
+        return self.handle(events.StepFinished(engine.run_step(plan, lambda num_layers: None), 0.01))
 
     def finish_steps(self) -> None:
         """Until nothing is left to compute."""

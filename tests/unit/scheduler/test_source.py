@@ -1,5 +1,6 @@
 """The sending end: when it asks, what it pushes and in which pieces, what it does about failures."""
 
+import msgspec
 import pytest
 from tests.unit.scheduler.rigs import (
     LAYER_TOKEN_BYTES,
@@ -128,6 +129,41 @@ def test_no_more_sequences_hold_blocks_than_the_budget_allows() -> None:
     for number in range(5):
         solo.hear(solo.answer(number))
     assert solo.state.num_held_blocks <= 2
+
+
+FLAWS: dict[str, dict[str, object]] = {
+    "a key of another hand-off": {"grant_key": b"key"},
+    "2 blocks of 16 for 10 tokens": {"blocks": (0, 1)},
+    "0 blocks of 16 for 10 tokens": {"blocks": ()},
+    "3 blocks of 16 for 10 tokens": {"blocks": (0, 1, 16)},
+    "3 blocks of 2 for 10 tokens": {"blocks": (0, 1, 2), "num_blocks": 2},
+    "3 blocks of 16 for 10 tokens ": {"blocks": (0, -1, 2)},
+    "first missing token -1 of 10": {"first_missing_token": -1},
+    "first missing token 11 of 10": {"first_missing_token": 11},
+}
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_a_grant_that_cannot_be_fails_the_hand_off_and_nothing_else(flaw: str) -> None:
+    solo = source()
+    solo.start(0, Task.PREFILL, PROMPT)
+    solo.start(1, Task.PREFILL, PROMPT)
+    actions = solo.hear(msgspec.structs.replace(solo.answer(0), **FLAWS[flaw]))
+    (report,) = solo.failures
+    assert report.failure.kind is FailureKind.TRANSFER_FAILED
+    assert report.failure.message == f"{PEER} granted what cannot be: {flaw.strip()}"
+    assert [each.handoff_id for each in to_peer(CancelHandoff, actions)] == [handoff(0)]
+    assert of(PushSpan, actions) == []
+    assert of(RunStep, solo.hear(solo.answer(1)))
+
+
+def test_a_grant_that_lacks_nothing_pushes_nothing() -> None:
+    solo = source()
+    solo.start(0, Task.PREFILL, PROMPT)
+    solo.hear(solo.answer(0, first_missing=10))
+    actions = solo.finish_step()
+    assert spans(actions) == []
+    assert len(to_peer(FinishPrefill, actions)) == 1
 
 
 # --- pushing -----------------------------------------------------------------------------------------------------

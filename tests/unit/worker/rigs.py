@@ -72,7 +72,7 @@ class Site:
     def start(self, number: int, task: Task, peer: "Site", prompt: tuple[int, ...], sampling: SamplingParams) -> None:
         spec = SequenceSpec(sequence_id(number), prompt, sampling)
         card = peer.peers.card
-        message = StartSequence(spec, task, 1, card.worker_id, card.incarnation)
+        message = StartSequence(spec, task, 1, (), card.worker_id, card.incarnation)
         self.worker.handle(RouterMessageReceived(message))
 
     # --- what was told -----------------------------------------------------------------------------------------

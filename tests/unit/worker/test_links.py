@@ -18,6 +18,7 @@ from disagg.protocol.messages import (
     AnswerPairing,
     AnswerReservation,
     Beat,
+    CancelHandoff,
     RequestPairing,
     RequestReservation,
     StartSequence,
@@ -145,7 +146,7 @@ async def test_a_restarted_peer_whose_loss_nobody_saw_replaces_the_old_one() -> 
     async with site("d", Role.DECODE) as target:
         first, _ = await pair_by_hand(target)
         spec = SequenceSpec(sequence_id(0), (1, 2, 3), SAMPLING)
-        start = StartSequence(spec, Task.DECODE, 1, WorkerId("by-hand"), Incarnation(9))
+        start = StartSequence(spec, Task.DECODE, 1, (), WorkerId("by-hand"), Incarnation(9))
         target.worker.handle(RouterMessageReceived(start))
         second, answer = await pair_by_hand(target, incarnation=Incarnation(10))
         assert answer.failure is None
@@ -160,8 +161,7 @@ async def test_a_restarted_peer_whose_loss_nobody_saw_replaces_the_old_one() -> 
 async def test_a_broken_link_between_living_workers_is_mended() -> None:
     async with site("p", Role.PREFILL) as source, site("d", Role.DECODE) as target:
         await meet(source, target)
-        _, channel = target.peers._channels[WorkerId("p")]
-        channel._writer.transport.abort()
+        target.peers._links[WorkerId("p")].channel._writer.transport.abort()
         await source.until(lambda: len(source.pairings) >= 3)
         assert [failure and failure.kind for failure in source.pairings[:3]] == [None, FailureKind.WORKER_LOST, None]
         await hand_over(source, target, range(2))
@@ -172,7 +172,7 @@ async def test_a_second_announcement_is_answered_at_once() -> None:
         await meet(source, target)
         source.peers.announce((target.peers.card,))
         assert source.pairings == [None, None]
-        assert len(target.peers._channels) == 1
+        assert len(target.peers._links) == 1
 
 
 async def test_a_peer_that_left_and_came_back_is_still_watched_over() -> None:
@@ -182,8 +182,7 @@ async def test_a_peer_that_left_and_came_back_is_still_watched_over() -> None:
         await asyncio.sleep(0)
         await meet(source, target)
         before = len(source.pairings)
-        _, channel = target.peers._channels[WorkerId("p")]
-        channel._writer.transport.abort()
+        target.peers._links[WorkerId("p")].channel._writer.transport.abort()
         await source.until(lambda: len(source.pairings) > before, timeout_s=2.0)
 
 
@@ -193,8 +192,7 @@ async def test_a_lost_link_fails_what_was_under_way_at_both_ends() -> None:
         # Only one side is told: the source asks for a reservation that nobody expects, and asks again.
         source.start(0, Task.PREFILL, target, prompt(0, 20), SAMPLING)
         target.start(1, Task.DECODE, source, prompt(1, 20), SAMPLING)
-        _, channel = target.peers._channels[WorkerId("p")]
-        channel._writer.transport.abort()
+        target.peers._links[WorkerId("p")].channel._writer.transport.abort()
         await source.until(lambda: bool(source.failures))
         await until(lambda: bool(target.failures))
         kinds = {report.failure.kind for report in (*source.failures, *target.failures)}
@@ -204,18 +202,21 @@ async def test_a_lost_link_fails_what_was_under_way_at_both_ends() -> None:
 
 
 async def test_a_grant_with_too_few_blocks_fails_the_sequence_only() -> None:
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda loop, context: None)
     async with site("p", Role.PREFILL) as source:
         channel, _ = await pair_by_hand(source, role=Role.DECODE)
         spec = SequenceSpec(sequence_id(0), prompt(0, 20), SAMPLING)
-        start = StartSequence(spec, Task.PREFILL, 1, WorkerId("by-hand"), Incarnation(9))
+        start = StartSequence(spec, Task.PREFILL, 1, (), WorkerId("by-hand"), Incarnation(9))
         source.worker.handle(RouterMessageReceived(start))
         while not isinstance(request := await channel.receive(DEADLINE_S), RequestReservation):
             pass
         grant = AnswerReservation(request.handoff_id, request.fence, blocks=(), grant_key=b"k", num_blocks=4)
         channel.send(grant)
-        try:
-            await source.until(lambda: bool(source.failures), timeout_s=1.0)
-        finally:
-            await channel.close()
+        await source.until(lambda: bool(source.failures))
+        (report,) = source.failures
+        assert report.failure.kind is FailureKind.TRANSFER_FAILED
+        assert "by-hand granted what cannot be" in report.failure.message
+        while not isinstance(cancel := await channel.receive(DEADLINE_S), CancelHandoff):
+            pass
+        assert cancel.handoff_id == request.handoff_id
+        await source.settled()
+        await channel.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator
 
@@ -12,21 +13,25 @@ from tests.unit.worker.rigs import DEADLINE_S, VOCAB, Site, gone, layout, site, 
 
 from disagg.channel.channel import Channel, dial
 from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import ConfigurationError, FailureKind, PeerLost, Unavailable
-from disagg.core.ids import Incarnation, SequenceId, WorkerId
+from disagg.core.errors import ConfigurationError, Failure, FailureKind, InternalFault, PeerLost, Unavailable
+from disagg.core.ids import HandoffId, Incarnation, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, FinishReason, SamplingParams
 from disagg.core.roles import Numerics, Role
-from disagg.dispatch.dispatcher import Dispatcher, DispatcherConfig
+from disagg.dispatch.config import DispatcherConfig
+from disagg.dispatch.dispatcher import Dispatcher
 from disagg.dispatch.stream import GenerateRequest, RequestFailed, StreamEvent, TokensDelivered, TokenStream
+from disagg.policy.recovery import RecoveryLimits
 from disagg.protocol.messages import (
     AbortSequence,
     AnnouncePeers,
+    AnswerDrain,
     AnswerRegistration,
     EmitTokens,
     PoolCard,
     PromptReport,
     RegisterWorker,
     ReportState,
+    RequestDrain,
     RouterToWorker,
     StartSequence,
     WorkerCard,
@@ -46,12 +51,19 @@ async def no_socket_left() -> AsyncIterator[None]:
     await until(lambda: open_descriptors() <= before)
 
 
+NUMBERS = itertools.count(5)
+
+
 @contextlib.asynccontextmanager
-async def service(port: int = 0) -> AsyncIterator[tuple[LiveService, str]]:
+async def service(port: int = 0, *, max_unplaced_s: float = 30.0) -> AsyncIterator[tuple[LiveService, str]]:
+    config = DispatcherConfig(
+        incarnation=Incarnation(next(NUMBERS)),  # as every process start has its own
+        tokenizer_digests={"fake": "tok"},
+        local_prefill_tokens=0,
+        recovery=RecoveryLimits(max_unplaced_s=max_unplaced_s),
+    )
     made = LiveService(
-        Dispatcher(
-            DispatcherConfig(incarnation=Incarnation(5), tokenizer_digests={"fake": "tok"}, local_prefill_tokens=0)
-        ),
+        Dispatcher(config),
         beat_interval_s=0.2,
         beat_timeout_s=5.0,
     )
@@ -187,8 +199,32 @@ async def test_an_id_that_is_taken_is_tried_again_until_it_is_free() -> None:
 # --- workers played by the test ----------------------------------------------------------------------------------
 
 
-async def test_a_lost_worker_fails_its_streams_with_the_reason() -> None:
+async def test_a_stream_outlives_its_worker_and_goes_on_with_the_next() -> None:
     async with service() as (served, address):
+        channel, _ = await register(address, mixed_card())
+        await until(lambda: is_ready(served))
+        stream = ask(served, max_tokens=2)
+        channel.send(EmitTokens((token(stream, 0),)))
+        reading = aiter(stream.events())
+        assert isinstance(await anext(reading), TokensDelivered)
+        await channel.close()
+        await until(lambda: not is_ready(served))
+        waiting = ask(served, max_tokens=1)  # what was ready once is waited for
+        again, _ = await register(address, mixed_card(incarnation=2))
+        started = await receive(again, StartSequence)
+        assert isinstance(started, StartSequence)
+        assert (started.spec.sequence_id, started.attempt) == (SequenceId(stream.request_id, 0), 2)
+        assert started.emitted_ids == (9,)
+        again.send(EmitTokens((token(stream, 1), token(waiting, 0))))
+        last = await anext(reading)
+        assert isinstance(last, TokensDelivered)
+        assert (last.tokens[0].position, last.finish_reason) == (1, FinishReason.LENGTH)
+        assert len(await read(waiting)) == 1
+        await again.close()
+
+
+async def test_a_stream_that_no_worker_takes_fails_with_both_reasons() -> None:
+    async with service(max_unplaced_s=0.1) as (served, address):
         channel, _ = await register(address, mixed_card())
         await until(lambda: is_ready(served))
         stream = ask(served)
@@ -198,10 +234,10 @@ async def test_a_lost_worker_fails_its_streams_with_the_reason() -> None:
         first, last = await read(stream)
         assert isinstance(first, TokensDelivered)
         assert isinstance(last, RequestFailed)
-        assert isinstance(last.error, PeerLost)
-        assert "m0" in str(last.error)
-        with pytest.raises(Unavailable, match="no worker has registered"):
-            ask(served)
+        assert isinstance(last.error, Unavailable)
+        for text in ("m0", "its connection ended", "for 0.1 s", "no worker has registered"):
+            assert text in str(last.error)
+        assert served._streams == {}
 
 
 @pytest.mark.parametrize("how", ["abort", "finish_choice"])
@@ -232,7 +268,7 @@ async def test_cached_tokens_are_known_at_the_end(max_tokens: int) -> None:
         channel, _ = await register(address, mixed_card())
         await until(lambda: is_ready(served))
         stream = ask(served, max_tokens=max_tokens)
-        report = PromptReport(SequenceId(stream.request_id, 0), 2, 1)
+        report = PromptReport(HandoffId(SequenceId(stream.request_id, 0), 1), 2, 1)
         channel.send(EmitTokens((token(stream, 0),), (report,)))
         channel.send(EmitTokens((token(stream, 1),)))
         await read(stream)
@@ -316,3 +352,68 @@ async def test_a_connection_that_was_replaced_is_closed() -> None:
         finally:
             await old.close()
             await new.close()
+
+
+# --- drains ------------------------------------------------------------------------------------------------------
+
+
+async def ask_drain(address: str, name: str) -> Failure | None:
+    """As an operator does."""
+    channel = await dial(address, DECODER, timeout_s=DEADLINE_S)
+    channel.send(RequestDrain(WorkerId(name)))
+    answer = await channel.receive(DEADLINE_S)
+    assert isinstance(answer, AnswerDrain)
+    await gone(channel)
+    await channel.close()
+    return answer.failure
+
+
+async def test_an_operators_drain_reaches_the_worker_and_ends_it_when_it_is_idle() -> None:
+    async with service() as (served, address), site("m", Role.MIXED) as made, linked(made, address):
+        await until(lambda: is_ready(served))
+        stream = ask(served, max_tokens=20)
+        ending = asyncio.create_task(made.worker.ended())
+        assert await ask_drain(address, "m") is None
+        answers = [event for event in await read(stream) if isinstance(event, TokensDelivered)]
+        assert sum(len(event.tokens) for event in answers) == 20
+        async with asyncio.timeout(DEADLINE_S):
+            await ending
+        assert made.worker.scheduler.is_idle
+        (worker,) = json.loads(served.cluster_json())["workers"]
+        assert (worker["worker_id"], worker["draining"]) == ("m", True)
+
+
+async def test_a_drain_of_nobody_names_those_who_are_there() -> None:
+    async with service() as (_, address):
+        failure = await ask_drain(address, "x")
+        assert failure is not None
+        assert failure.message == "no worker x is registered here; there is none"
+        channel, _ = await register(address, mixed_card())
+        failure = await ask_drain(address, "x")
+        assert failure is not None
+        assert failure.message == "no worker x is registered here; there is m0"
+        assert failure.kind is FailureKind.INVALID_REQUEST
+        await channel.close()
+
+
+async def test_a_worker_that_is_told_to_end_lets_its_router_know() -> None:
+    async with service() as (served, address), site("m", Role.MIXED) as made, linked(made, address):
+        await until(lambda: is_ready(served))
+        assert not made.worker.scheduler.is_draining
+        made.worker.drain()
+        made.worker.drain()
+        await until(lambda: not is_ready(served))
+        async with asyncio.timeout(DEADLINE_S):
+            await made.worker.ended()
+        waiting = ask(served)  # another worker may come
+        waiting.abort()
+
+
+async def test_a_fault_of_the_workers_own_ends_it_with_the_reason() -> None:
+    async with site("m", Role.MIXED) as made:
+        made.worker.handle(object())  # type: ignore[arg-type]
+        with pytest.raises(InternalFault, match="object could not be handled"):
+            async with asyncio.timeout(DEADLINE_S):
+                await made.worker.ended()
+        made.worker.drain()  # it hears no more
+        assert not made.worker.scheduler.is_draining
