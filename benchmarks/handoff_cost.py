@@ -27,14 +27,16 @@ from harness import (
     Prompts,
     TokenStream,
     check_pinned,
-    commit,
-    hardware,
+    cpu_use,
+    foreign_share,
+    heading,
     options,
     report_json,
     scrape,
     serving,
     verdict,
     wait_idle,
+    warn_of_others,
 )
 
 PROMPT_TOKENS = 1024
@@ -162,7 +164,9 @@ def ratios(times: dict[str, list[Times]], side: str, field: str) -> list[float]:
     return [getattr(mine, field) / getattr(theirs, field) for mine, theirs in pairs]
 
 
-def show(times: dict[str, list[Times]], moved: dict[str, Transfer], due_bytes: int) -> dict[str, object]:
+def show(
+    times: dict[str, list[Times]], moved: dict[str, Transfer], due_bytes: int, foreign: float
+) -> dict[str, object]:
     """Print; the figures for the JSON line."""
     fields = ("ttft_ms", "token_2_ms", "first_gap_ms", "itl_ms")
     print("\nmedian [least .. most], ms")
@@ -178,8 +182,9 @@ def show(times: dict[str, list[Times]], moved: dict[str, Transfer], due_bytes: i
     by_side = {s: {f: statistics.median(ratios(times, s, f)) for f in fields[:2]} for s in moved}
     print()
     for side, each_ratio in by_side.items():
-        print(verdict(f"{side} / mixed, TTFT", each_ratio["ttft_ms"], MAX_TTFT_RATIO))
-        print(verdict(f"{side} / mixed, time to token 2", each_ratio["token_2_ms"], MAX_TOKEN_2_RATIO))
+        print(verdict(f"{side} / mixed, TTFT", each_ratio["ttft_ms"], MAX_TTFT_RATIO, foreign))
+        print(verdict(f"{side} / mixed, time to token 2", each_ratio["token_2_ms"], MAX_TOKEN_2_RATIO, foreign))
+    warn_of_others(foreign)
     medians = {s: {f: statistics.median(getattr(t, f) for t in found) for f in fields} for s, found in times.items()}
     transfers = {s: {**msgspec.structs.asdict(t), "hidden_share": t.hidden_share} for s, t in moved.items()}
     raw = {s: [msgspec.structs.asdict(t) for t in found] for s, found in times.items()}
@@ -193,16 +198,18 @@ def main() -> None:
     prompts = Prompts(args.model)
     layout = prompts.config.kv_layout(16)
     due_bytes = layout.span_bytes(Span(0, PROMPT_TOKENS, 0, layout.num_layers))
-    print(f"hardware: {hardware()}\nseed: {args.seed}  commit: {commit()}  rounds: {args.rounds}, interleaved")
+    print(heading(args), "interleaved")
     print(f"a lone {PROMPT_TOKENS}-token prompt, {ANSWER_TOKENS} tokens of answer, greedy, no prefix reuse")
     with contextlib.ExitStack() as stack:
         servers = {side: stack.enter_context(serving(args.model, *pools)) for side, pools in SIDES.items()}
         for side, server in servers.items():
             names = ("mixed-0", "mixed-1") if side == BASELINE else ("prefill-0", "decode-0")
             print(f"  {side}: {check_pinned(server, names)}", flush=True)
+        use = cpu_use()
         times, moved = asyncio.run(measure(servers, prompts, random.Random(args.seed), args.rounds))
-        figures = show(times, moved, due_bytes)
-    report_json("handoff_cost", args, {"prompt_tokens": PROMPT_TOKENS, **figures})
+        foreign = foreign_share(use, cpu_use())
+        figures = show(times, moved, due_bytes, foreign)
+    report_json("handoff_cost", args, {"prompt_tokens": PROMPT_TOKENS, "foreign_share": foreign, **figures})
 
 
 if __name__ == "__main__":

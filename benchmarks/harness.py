@@ -13,7 +13,9 @@ import os
 import platform
 import random
 import re
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -87,6 +89,53 @@ async def wait_idle(server: Serve) -> None:
         return int(view["router"]["num_open_requests"]) == 0
 
     await asyncio.to_thread(wait_until, is_idle, IDLE_TIMEOUT_S, f"the end of all requests at {server.url}")
+
+
+# ---- who else is here
+
+MAX_FOREIGN_SHARE = 0.03  # of all cores; above this, figures say more of the neighbours than of us
+
+
+class CpuUse(msgspec.Struct, frozen=True):
+    """CPU seconds so far, of all cores together."""
+
+    at_s: float
+    ours: float  # this process and all it started that still lives
+    busy: float  # everybody, and what the hypervisor gave to others
+
+
+def cpu_use() -> CpuUse:
+    """From /proc; where there is none, nobody else is seen."""
+    at_s = time.perf_counter()
+    if not os.path.exists("/proc/stat"):
+        return CpuUse(at_s, 0.0, 0.0)
+    tick_s = 1.0 / os.sysconf("SC_CLK_TCK")
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+            parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+    ours, found = 0, [os.getpid()]
+    while found:
+        pid = found.pop()
+        ours += ticks.get(pid, 0)
+        found += [child for child, parent in parents.items() if parent == pid]
+    with open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, file.readline().split()[1:9])
+    return CpuUse(at_s, ours * tick_s, (user + nice + system + irq + softirq + steal) * tick_s)
+
+
+def foreign_share(before: CpuUse, after: CpuUse) -> float:
+    """Part of all cores' time between two readings that went to processes not of this benchmark."""
+    foreign_s = (after.busy - before.busy) - (after.ours - before.ours)
+    return max(0.0, foreign_s / (after.at_s - before.at_s) / (os.cpu_count() or 1))
+
+
+def warn_of_others(share: float) -> None:
+    """One line when the machine was not quiet."""
+    if share > MAX_FOREIGN_SHARE:
+        print(f"NOT A QUIET MACHINE: others used {100 * share:.0f} % of the cores; the figures mean little")
 
 
 # ---- client
@@ -286,9 +335,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def verdict(what: str, ratio: float, target: float) -> str:
-    """One line; a ratio that is not a number has not met its target."""
-    return f"{what}: {ratio:.3f} (target <= {target:.2f}): {'met' if ratio <= target else 'MISSED'}"
+def verdict(what: str, ratio: float, target: float, foreign: float) -> str:
+    """One line. A ratio that is not a number has not met its target; a machine that was not quiet gives no verdict."""
+    word = "met" if ratio <= target else "MISSED"
+    return f"{what}: {ratio:.3f} (target <= {target:.2f}): {word if foreign <= MAX_FOREIGN_SHARE else 'NO VERDICT'}"
 
 
 def hardware() -> str:
@@ -311,7 +361,8 @@ def commit() -> str:
 
 
 def options(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """Flags that all benchmarks of the served system have."""
+    """Flags that all benchmarks of the served system have. Also: SIGTERM ends in order, with all that was started."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seed", type=int, default=7)
@@ -319,6 +370,11 @@ def options(description: str | None, rounds: int) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="one short round: shows that it works, not how fast")
     parser.add_argument("--json", metavar="PATH", help="write the last line's JSON there too")
     return parser
+
+
+def heading(args: argparse.Namespace) -> str:
+    """The first lines of every benchmark."""
+    return f"hardware: {hardware()}\nseed: {args.seed}  commit: {commit()}  rounds: {args.rounds},"
 
 
 def report_json(name: str, args: argparse.Namespace, figures: Mapping[str, Any]) -> None:

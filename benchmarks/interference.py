@@ -20,31 +20,13 @@ import argparse
 import asyncio
 import contextlib
 import random
-import time
 
 import msgspec
 
-from disagg.core.errors import InternalFault
+import harness
 from disagg.telemetry.metrics import GENERATED_TOKENS
 from disagg.testing.processes import Serve
-from harness import (
-    Prompts,
-    TokenStream,
-    Writer,
-    check_pinned,
-    commit,
-    cores_of,
-    hardware,
-    options,
-    percentile,
-    report_json,
-    scrape,
-    serving,
-    threads_of,
-    until,
-    verdict,
-    wait_idle,
-)
+from harness import Prompts, TokenStream, Writer, percentile
 from stranger import stranger
 
 NUM_STREAMS = 4
@@ -54,7 +36,7 @@ WARM_TOKENS = 8  # of each stream, before the window opens
 LONG_TOKENS = 1500
 SHORT_TOKENS = (64, 256)
 SHORT_SHARE = 0.25
-ARRIVAL_ANSWER_TOKENS = 8
+ARRIVAL_ANSWER_TOKENS = 1  # what is measured of an arrival is its first token; more would be a fifth stream
 MEAN_ARRIVAL_S = 9.0  # one worker reads a long prompt in about half of this
 ANSWER_TIMEOUT_S = 240.0
 MAX_P99_RATIO = 1.05
@@ -93,6 +75,7 @@ class Seen(msgspec.Struct):
     long_ttft_ms: list[float] = []
     short_ttft_ms: list[float] = []
     num_unseen_tokens: int = 0  # counted by the router, without text of their own
+    foreign_share: float = 0.0  # of the cores, in the worst window
 
 
 class Arrival(msgspec.Struct, frozen=True):
@@ -122,7 +105,7 @@ def arrivals_of(phase: Phase, prompts: Prompts, seed: str, seconds: float) -> li
 
 
 async def arrive(server: Serve, arrival: Arrival, start_s: float) -> TokenStream:
-    await until(start_s + arrival.at_s)
+    await harness.until(start_s + arrival.at_s)
     stream = await TokenStream.open(server.url, arrival.body)
     await stream.finish(ANSWER_TIMEOUT_S)
     if stream.usage.prompt_tokens_details["cached_tokens"]:
@@ -136,15 +119,19 @@ async def run_phase(server: Serve, bodies: list[dict[str, object]], plan: list[A
     writers = [Writer(server.url, body, ANSWER_TIMEOUT_S) for body in bodies]
     try:
         await asyncio.gather(*(writer.start(WARM_TOKENS) for writer in writers))
-        start_s = time.perf_counter()
-        stop_s = start_s + seconds
+        use = harness.cpu_use()
+        start_s, stop_s = use.at_s, use.at_s + seconds
         arrived = await _beside(writers, plan, server, start_s, stop_s)
+        foreign = harness.foreign_share(use, harness.cpu_use())
     finally:
         for writer in writers:
             writer.stop()
-    await wait_idle(server)
+    await harness.wait_idle(server)
     num_generated = await asyncio.to_thread(generated, server) - num_before
-    return _seen(writers, list(zip(plan, arrived, strict=True)), start_s, stop_s, num_generated)
+    seen = _seen(writers, list(zip(plan, arrived, strict=True)), start_s, stop_s)
+    seen.foreign_share = foreign
+    seen.num_unseen_tokens += num_generated
+    return seen
 
 
 async def _beside(
@@ -152,7 +139,7 @@ async def _beside(
 ) -> list[TokenStream]:
     """Until the window closes and every arrival has its answer: late ones see the same streams."""
     writing = asyncio.gather(*(writer.go_on() for writer in writers))
-    coming = asyncio.gather(*(arrive(server, arrival, start_s) for arrival in plan), until(stop_s))
+    coming = asyncio.gather(*(arrive(server, arrival, start_s) for arrival in plan), harness.until(stop_s))
     try:
         await asyncio.wait((writing, coming), return_when=asyncio.FIRST_COMPLETED)
         if writing.done():
@@ -166,7 +153,7 @@ async def _beside(
 
 def generated(server: Serve) -> int:
     """Tokens the router has delivered so far."""
-    return int(scrape(server).get((GENERATED_TOKENS.name, "", ""), 0))
+    return int(harness.scrape(server).get((GENERATED_TOKENS.name, "", ""), 0))
 
 
 def _seen(
@@ -174,7 +161,6 @@ def _seen(
     arrived: list[tuple[Arrival, TokenStream]],
     start_s: float,
     stop_s: float,
-    num_generated: int,
 ) -> Seen:
     seen = Seen()
     reading = [(stream.sent_s, stream.token_s[0]) for arrival, stream in arrived if arrival.is_long]
@@ -189,7 +175,7 @@ def _seen(
         ttfts = seen.long_ttft_ms if arrival.is_long else seen.short_ttft_ms
         ttfts.append(1e3 * (stream.token_s[0] - stream.sent_s))
     streams = [*(stream for writer in writers for stream in writer.streams), *(stream for _, stream in arrived)]
-    seen.num_unseen_tokens = num_generated - sum(len(stream.token_s) for stream in streams)
+    seen.num_unseen_tokens = -sum(len(stream.token_s) for stream in streams)
     return seen
 
 
@@ -213,12 +199,13 @@ def measure(args: argparse.Namespace, prompts: Prompts, mixed: Serve, split: Ser
             plan = arrivals_of(phase, prompts, f"{args.seed}/{number}", args.seconds)
             with contextlib.ExitStack() as beside:
                 if phase.has_stranger:
-                    cores, num_threads = cores_of(split, "prefill-0"), threads_of(split, "prefill-0")
+                    cores, num_threads = harness.cores_of(split, "prefill-0"), harness.threads_of(split, "prefill-0")
                     beside.enter_context(stranger(args.model, cores, num_threads))
                 found = asyncio.run(run_phase(server, bodies, plan, args.seconds))
             _add(seen[phase.key], found)
             p50, p99 = (percentile(found.itl_ms, percent) for percent in (50, 99))
-            print(f"  round {number + 1} {phase.key}: ITL p50 {p50:.1f}, p99 {p99:.1f} ms", flush=True)
+            others = f"others {100 * found.foreign_share:.0f} %"
+            print(f"  round {number + 1} {phase.key}: ITL p50 {p50:.1f}, p99 {p99:.1f} ms, {others}", flush=True)
     return seen
 
 
@@ -230,6 +217,7 @@ def _add(total: Seen, found: Seen) -> None:
     total.long_ttft_ms += found.long_ttft_ms
     total.short_ttft_ms += found.short_ttft_ms
     total.num_unseen_tokens += found.num_unseen_tokens
+    total.foreign_share = max(total.foreign_share, found.foreign_share)
 
 
 def show(seen: dict[str, Seen]) -> dict[str, object]:
@@ -253,6 +241,7 @@ def show(seen: dict[str, Seen]) -> dict[str, object]:
             print(f"   {each.num_unseen_tokens} tokens had no event of their own: some gaps are sums of two")
     print("(R) gaps beside a long prompt that is being read, and no fifth stream")
     print("(W) gaps beside an arrival that writes its own tokens: a fifth stream, which (c) does not have\n")
+    foreign = max(each.foreign_share for each in seen.values())
     tails = {key: percentile(each.itl_ms, 99) for key, each in seen.items()}
     ratios = {
         "b/c": tails["b"] / tails["c"],
@@ -261,11 +250,12 @@ def show(seen: dict[str, Seen]) -> dict[str, object]:
         "e/b": tails["e"] / tails["b"],
         "c/d": tails["c"] / tails["d"],
     }
-    print(verdict("p99 ITL, separate (b) / perfect separation (c)", ratios["b/c"], MAX_P99_RATIO))
+    print(harness.verdict("p99 ITL, separate (b) / perfect separation (c)", ratios["b/c"], MAX_P99_RATIO, foreign))
     print(f"p99 ITL, separate while reading only (b, R) / perfect separation (c): {ratios['b reading/c']:.3f}")
     print(f"p99 ITL, mixed (a) / separate (b): {ratios['a/b']:.2f}")
     print(f"p99 ITL, with short local prompts (e) / without (b): {ratios['e/b']:.2f}")
     print(f"p99 ITL, stranger (c) / alone (d): {ratios['c/d']:.2f}: what the shared memory takes")
+    harness.warn_of_others(foreign)
     return {"phases": {phase.key: figures(phase, seen[phase.key]) for phase in PHASES}, "p99_ratios": ratios}
 
 
@@ -282,26 +272,28 @@ def figures(phase: Phase, seen: Seen) -> dict[str, object]:
         "long_ttft_ms": seen.long_ttft_ms,
         "short_ttft_ms": seen.short_ttft_ms,
         "num_unseen_tokens": seen.num_unseen_tokens,
+        "foreign_share": seen.foreign_share,
     }
 
 
 def main() -> None:
-    parser = options(__doc__, rounds=3)
+    parser = harness.options(__doc__, rounds=3)
     parser.add_argument("--seconds", type=float, default=40.0, help="length of each phase's window")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.seconds = 1, min(args.seconds, 20.0)
-    print(f"hardware: {hardware()}\nseed: {args.seed}  commit: {commit()}  {args.rounds} rounds of {args.seconds:g} s")
+    print(harness.heading(args), f" {args.seconds:g} s each")
     print(f"{NUM_STREAMS} streams; {LONG_TOKENS}-token prompts, one per {MEAN_ARRIVAL_S:g} s")
     prompts = Prompts(args.model)
-    with serving(args.model, "--mixed", "2") as mixed, serving(args.model, "--prefill", "1", "--decode", "1") as split:
-        print(f"  {check_pinned(mixed, ('mixed-0', 'mixed-1'))}\n  {check_pinned(split, ('prefill-0', 'decode-0'))}")
+    with (
+        harness.serving(args.model, "--mixed", "2") as mixed,
+        harness.serving(args.model, "--prefill", "1", "--decode", "1") as split,
+    ):
+        print(f"  {harness.check_pinned(mixed, ('mixed-0', 'mixed-1'))}")
+        print(f"  {harness.check_pinned(split, ('prefill-0', 'decode-0'))}", flush=True)
         found = show(measure(args, prompts, mixed, split))
-    report_json("interference", args, {"seconds": args.seconds, **found})
+    harness.report_json("interference", args, {"seconds": args.seconds, **found})
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InternalFault as error:
-        raise SystemExit(f"interference: {error}") from None
+    main()

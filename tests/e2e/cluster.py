@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.cluster.view import ClusterView
 from disagg.core.errors import InternalFault
+from disagg.policy.routing import PlacementReason
 from disagg.router.config import Announcement, decode_announcement
 from disagg.telemetry import metrics as table
 from disagg.telemetry.metrics import Metric
@@ -19,7 +20,7 @@ from disagg.testing.processes import MarkedProcess, wait_until
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 60.0
 SMALL = ("--kv-memory", "8M", "--num-threads", "1")  # plenty for tiny models
-FAST_BEATS = ("--beat-interval-s", "0.1", "--beat-timeout-s", "2")
+FAST_BEATS = ("--beat-interval-s", "0.1", "--beat-timeout-s", "5")
 
 
 class Readings(NamedTuple):
@@ -109,6 +110,22 @@ class Front:
             return all(found[0].total(table.SEQUENCES, role=role) >= count for role, count in num_ended.items())
 
         wait_until(has_settled, timeout_s, f"{dict(num_ended)} sequences to be counted as ended")
+        return found[0]
+
+    def wait_counted(self, timeout_s: float = 20.0) -> Readings:
+        """The counters once every sequence ever placed has been reported as ended by its writer.
+
+        For a cluster whose processes are all in their first life, between requests.
+        """
+        found: list[Readings] = []
+
+        def is_counted() -> bool:
+            found[:] = [self.readings()]
+            ended = [found[0].total(table.SEQUENCES, role=role) for role in ("prefill", "decode", "mixed")]
+            num_remote = found[0].total(table.PLACEMENTS, reason=PlacementReason.LONG_PROMPT)
+            return ended[0] == num_remote and sum(ended[1:]) == found[0].total(table.PLACEMENTS)
+
+        wait_until(is_counted, timeout_s, "every sequence to be counted as ended")
         return found[0]
 
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import httpx
 import pytest
+from tests.e2e.cluster import FAST_BEATS, Front, completion
 
 from disagg.telemetry import metrics as table
 from disagg.testing.processes import Serve
-from tests.e2e.cluster import FAST_BEATS, Front, completion
 
 MODEL = "tiny-llama"
 NUM_REQUESTS = 500

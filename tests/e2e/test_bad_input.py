@@ -7,10 +7,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-
-from disagg.testing.processes import MarkedProcess, Serve
 from tests.e2e.cluster import Front, completion
 from tests.parity.tiny_models import TINY_CONTEXT
+
+from disagg.testing.processes import MarkedProcess, Serve
 
 END_TIMEOUT_S = 60.0
 NUM_BLOCKS = 8

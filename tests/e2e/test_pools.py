@@ -5,14 +5,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-
-from disagg.modelfiles.digest import model_digest
-from disagg.modelfiles.tokenizer import load_tokenizer
-from disagg.telemetry import metrics as table
-from disagg.testing.processes import MarkedProcess, wait_until
 from tests.e2e.cluster import (
     FAST_BEATS,
     START_TIMEOUT_S,
@@ -27,12 +23,19 @@ from tests.e2e.cluster import (
 from tests.e2e.models import write_served_model
 from tests.parity.prompts import Spelling
 
+from disagg.modelfiles.digest import model_digest
+from disagg.modelfiles.tokenizer import load_tokenizer
+from disagg.telemetry import metrics as table
+from disagg.testing.processes import MarkedProcess, wait_until
+
 REMOTE = ("--local-prefill-tokens", "0")
 pytestmark = pytest.mark.timeout(300)
 
 
 def prompts_of(seed: int, count: int) -> list[list[int]]:
-    return [[3 + (seed + 7 * number + index * index) % 300 for index in range(5 + 23 * number)] for number in range(count)]
+    return [
+        [3 + (seed + 7 * number + index * index) % 300 for index in range(5 + 23 * number)] for number in range(count)
+    ]
 
 
 def test_two_models_behind_one_router_keep_to_themselves(tiny_llama: Path, tiny_qwen2: Path) -> None:
@@ -49,7 +52,9 @@ def test_two_models_behind_one_router_keep_to_themselves(tiny_llama: Path, tiny_
         wait_until(
             lambda: all(model["is_ready"] for model in front.health().json()["models"]), START_TIMEOUT_S, "both models"
         )
-        partners = {worker["worker_id"]: worker["partners"] for worker in front.client.get("/cluster").json()["workers"]}
+        partners = {
+            worker["worker_id"]: worker["partners"] for worker in front.client.get("/cluster").json()["workers"]
+        }
         assert partners == {
             "prefill-tiny-llama": ["decode-tiny-llama"],
             "prefill-tiny-qwen2": ["decode-tiny-qwen2"],
@@ -86,7 +91,11 @@ def test_workers_of_unlike_weights_are_never_paired(tmp_path: Path) -> None:
         front = stack.enter_context(Front(f"http://{where.http}"))
         stack.enter_context(worker(one, "prefill", "prefill-one", where.control, *more))
         # The other worker never comes, for now.
-        wait_until(lambda: "no decode worker has registered" in front.health().text, START_TIMEOUT_S, "the prefill worker")
+        wait_until(
+            lambda: "no decode worker has registered" in front.health().text, START_TIMEOUT_S, "the prefill worker"
+        )
+        assert front.health().status_code == httpx.codes.SERVICE_UNAVAILABLE
+        assert int(front.health().headers["Retry-After"]) >= 1
         stack.enter_context(worker(other, "decode", "decode-other", where.control, *more))
         wait_until(lambda: "cannot be paired" in front.health().text, START_TIMEOUT_S, "the refusal")
         health = front.health()
@@ -113,44 +122,42 @@ def pids_of(processes: Sequence[MarkedProcess]) -> list[int]:
     return [pid for process in processes for pid in process.family()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
-def test_workers_find_a_router_that_comes_back(tiny_llama: Path, number: int) -> None:
+def test_workers_find_a_router_that_comes_back(tiny_llama: Path) -> None:
+    """Stopped in order or killed, with an answer under way: the same workers serve the next router."""
     model = "tiny-llama"
     port, control_port = free_ports(2)
     control = f"127.0.0.1:{control_port}"
-
-    def new_router() -> MarkedProcess:
-        return router({model: tiny_llama}, *REMOTE, *FAST_BEATS, port=port, control_port=control_port)
-
+    prompt = [3 + index for index in range(100)]
     with Front(f"http://127.0.0.1:{port}") as front, ExitStack() as stack:
         workers = [
             stack.enter_context(worker(tiny_llama, role, f"{role}-0", control, *FAST_BEATS))
             for role in ("prefill", "decode")
         ]
-        with new_router() as first:
-            announced(first)
-            wait_until(lambda: is_ready(front), START_TIMEOUT_S, "the pair")
-            prompt = [3 + index for index in range(100)]
-            (expected,) = front.complete(model, prompt, 8)
-            pids = pids_of(workers)
-            # One answer is under way when the router goes.
-            body = completion(model, prompt, 500, stream=True)
-            with front.client.stream("POST", "/v1/completions", json=body) as response:
-                lines = response.iter_lines()
-                assert next(lines).startswith("data: ")
-                first.send_signal(number)
-                if number == signal.SIGKILL:
-                    with pytest.raises(httpx.TransportError):
-                        list(lines)
-                else:
-                    assert any("the router is stopping" in line for line in lines)
-            first.wait(20.0)
-        with pytest.raises(httpx.ConnectError):
-            front.health()
-        with new_router() as second:
-            announced(second)
-            wait_until(lambda: is_ready(front), START_TIMEOUT_S, "the pair, again")
-            front.wait_idle(2)
-            assert front.complete(model, prompt, 8)[0] == expected
-            assert pids_of(workers) == pids
-            front.wait_idle(2)
+        answers, pids = [], []
+        for ending in (signal.SIGTERM, signal.SIGKILL, None):
+            with router({model: tiny_llama}, *REMOTE, *FAST_BEATS, port=port, control_port=control_port) as running:
+                announced(running)
+                wait_until(lambda: is_ready(front), START_TIMEOUT_S, "the pair")
+                front.wait_idle(2)
+                answers += front.complete(model, prompt, 8)
+                pids.append(pids_of(workers))
+                if ending is not None:
+                    end_mid_stream(front, running, completion(model, prompt, 500, stream=True), ending)
+                    with pytest.raises(httpx.ConnectError):
+                        front.health()
+        assert answers[1:] == answers[:1] * 2
+        assert pids[1:] == pids[:1] * 2
+
+
+def end_mid_stream(front: Front, running: MarkedProcess, body: dict[str, Any], number: int) -> None:
+    """The client of a router that stops is told why; of a killed one it sees the end of the connection."""
+    with front.client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data: ")
+        running.send_signal(number)
+        if number == signal.SIGKILL:
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+        else:
+            assert any("the router is stopping" in line for line in lines)
+    running.wait(20.0)

@@ -5,18 +5,18 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
+from tests.e2e.cluster import FAST_BEATS, SMALL, Front, completion
 
 from disagg.core.errors import InternalFault
 from disagg.telemetry import metrics as table
 from disagg.testing.processes import Serve, wait_until
-from tests.e2e.cluster import FAST_BEATS, SMALL, Front, completion
 
 MODEL = "tiny-llama"
 PAIR = ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0")
 STOP_TIMEOUT_S = 20.0
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def front(serve: Serve) -> Iterator[Front]:
 
 @pytest.fixture
 def client(serve: Serve) -> Iterator[openai.OpenAI]:
-    http = httpx.Client(trust_env=False)
+    http = openai.DefaultHttpxClient(trust_env=False)
     with openai.OpenAI(base_url=f"{serve.url}/v1", api_key="-", max_retries=0, http_client=http) as client:
         yield client
 
@@ -91,10 +91,15 @@ def test_the_official_client_completes_and_streams(client: openai.OpenAI) -> Non
 
 
 def test_the_official_client_stops_at_a_string(client: openai.OpenAI) -> None:
-    arguments = {"model": MODEL, "prompt": "hello world", "max_tokens": 40, "temperature": 0.0}
-    whole = client.completions.create(**arguments, extra_body={"ignore_eos": True}).choices[0].text
+    def complete(stop: list[str]) -> openai.types.CompletionChoice:
+        answer = client.completions.create(
+            model=MODEL, prompt="hello world", max_tokens=40, temperature=0, stop=stop, extra_body={"ignore_eos": True}
+        )
+        return answer.choices[0]
+
+    whole = complete([]).text
     stop = next(c for c in whole[10:] if c.isascii() and c.isprintable())
-    answer = client.completions.create(**arguments, stop=stop, extra_body={"ignore_eos": True}).choices[0]
+    answer = complete([stop])
     assert answer.finish_reason == "stop"
     assert answer.text == whole[: whole.index(stop)]
 
@@ -125,7 +130,7 @@ def test_a_cached_prompt_is_told_even_with_one_token(front: Front) -> None:
 
 def test_a_client_that_goes_ends_its_request_everywhere(front: Front) -> None:
     """Within a step or so: nothing runs, nothing is held, and the counter of tokens stands still."""
-    before = front.readings()
+    before = front.wait_counted()
     body = completion(MODEL, list(range(3, 40)), 600, stream=True)
     with front.client.stream("POST", "/v1/completions", json=body) as response:
         assert sum(1 for _, _ in zip(range(5), response.iter_lines(), strict=False)) == 5
@@ -143,6 +148,12 @@ def test_a_client_that_goes_ends_its_request_everywhere(front: Front) -> None:
 
     wait_until(has_looked_often, 10.0, "30 looks at the counters")
     assert set(looks) == {written}
+
+
+def test_the_watch_can_fail(serve: Serve) -> None:
+    """A living worker is something left behind."""
+    with pytest.raises(InternalFault, match="the end of every process"):
+        serve.check_nothing_left(timeout_s=0.05)
 
 
 @pytest.mark.parametrize("to_group", [False, True], ids=["parent only", "whole group"])
@@ -173,10 +184,3 @@ def test_a_killed_parent_takes_everything_with_it(tiny_llama: Path) -> None:
         assert serve.wait(STOP_TIMEOUT_S) == -signal.SIGKILL
         serve.check_nothing_left(timeout_s=5.0)
         assert len(set(pids)) == 3
-
-
-def test_the_watch_can_fail(tiny_llama: Path) -> None:
-    """A living worker is something left behind."""
-    with Serve((str(tiny_llama), "--mixed", "1", *SMALL)) as serve:
-        with pytest.raises(InternalFault, match="the end of every process"):
-            serve.check_nothing_left(timeout_s=0.1)

@@ -15,12 +15,13 @@ CHUNK_BORDERS = (CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + BLOCK - 1, CHUNK + BLOCK, 
 LONG = (2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 1500)
 
 _TEXT = (
-    "The harbour master counted the boats again. Eleven had come home before the storm, and the twelfth, the small blue "
-    "one with the patched sail, was still somewhere behind the point. He lit the second lamp, wrote the hour into the "
-    "book and asked the boy to ring the bell. Each stroke went out over the water and came back a little later, thinner "
-    "and from another side, as if someone over there had a bell of their own. Toward four the rain stopped. A gull sat "
-    "down on the rail, looked at both of them and left. Then the boy pointed: a light, low and yellow, that rose and "
-    "sank with the swell. It took an hour until they could hear voices, and in that hour neither of them said a word. "
+    "The harbour master counted the boats again. Eleven had come home before the storm, and the twelfth, the small "
+    "blue one with the patched sail, was still somewhere behind the point. He lit the second lamp, wrote the hour into "
+    "the book and asked the boy to ring the bell. Each stroke went out over the water and came back a little later, "
+    "thinner and from another side, as if someone over there had a bell of their own. Toward four the rain stopped. A "
+    "gull sat down on the rail, looked at both of them and left. Then the boy pointed: a light, low and yellow, that "
+    "rose and sank with the swell. It took an hour until they could hear voices, and in that hour neither of them said "
+    "a word. "
 )
 _SCRIPTS = {
     "German": "Erkläre bitte in zwei Sätzen, warum der Himmel tagsüber blau und abends rötlich ist.",

@@ -1,4 +1,4 @@
-"""An independent judge: transformers reads the same weights and says, position by position, what greedy choice it makes."""
+"""An independent judge: transformers reads the same weights and says which token it would choose at each position."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
-
 
 NEAR_TIE = 1e-3  # logits: closer than this, two implementations may order the first two tokens differently
 

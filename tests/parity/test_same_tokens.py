@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tests.e2e.cluster import Front, Readings
+from tests.parity.prompts import BORDERS, CHUNK, CHUNK_BORDERS, LONG, Prompt, Spelling, make_prompts
+from tests.parity.reference import Reference
 
 from disagg.modelfiles.tokenizer import load_tokenizer
 from disagg.telemetry import metrics as table
 from disagg.testing.processes import Serve
-from tests.e2e.cluster import Front, Readings
-from tests.parity.prompts import BORDERS, CHUNK, CHUNK_BORDERS, LONG, Prompt, Spelling, make_prompts
-from tests.parity.reference import Reference
 
 NUM_TOKENS = 64
 NUM_AT_ONCE = 8
@@ -196,6 +196,20 @@ def test_tiny_models_answer_alike_on_every_path(architecture: str, request: pyte
     check(Plan(str(path), path, arguments, prompts, alone_step=3, num_clusters_at_once=2))
 
 
+def test_the_checks_can_fail(tiny_llama: Path) -> None:
+    """One wrong token in one answer of one path is found, between paths and by the reference."""
+    prompts = make_prompts(tiny_llama, (16, 17))[:1]
+    answer = tuple(range(3, 3 + NUM_TOKENS))
+    with pytest.raises(AssertionError, match="16 tokens"):
+        check_reference(tiny_llama, prompts, [answer])
+    transcripts = {way: Transcript([answer], [answer]) for way in Way}
+    check_ways(transcripts, prompts)
+    with pytest.raises(AssertionError, match="16 tokens: SYNC and MIXED differ"):
+        check_ways({**transcripts, Way.SYNC: Transcript([(4, *answer[1:])], [answer])}, prompts)
+    with pytest.raises(AssertionError, match="LOCAL and MIXED sample differently"):
+        check_ways({**transcripts, Way.LOCAL: Transcript([answer], [(4, *answer[1:])])}, prompts)
+
+
 @pytest.mark.real_model
 @pytest.mark.timeout(300)
 def test_the_real_model_answers_short_prompts_alike_on_every_path(smollm2_path: Path) -> None:
@@ -211,4 +225,4 @@ def test_the_real_model_answers_alike_on_every_path(smollm2_path: Path) -> None:
     prompts = make_prompts(smollm2_path, (*BORDERS, *CHUNK_BORDERS, *LONG))
     assert len(prompts) == 24
     arguments = ("--kv-memory", "768M", "--beat-interval-s", "0.1")
-    check(Plan("smollm2", smollm2_path, arguments, prompts, alone_step=2))
+    check(Plan("smollm2", smollm2_path, arguments, prompts, alone_step=3))

@@ -206,13 +206,16 @@ class MarkedProcess:
     def check_nothing_left(self, timeout_s: float = 10.0) -> None:
         """Raises InternalFault when the process has ended and something of its family is still there."""
         wait_until(lambda: not self.family(), timeout_s, f"the end of every process: {self.family()}")
-        ports = {port for _, port in _listening_inodes()} & self._ports
-        if ports:
-            raise InternalFault(f"ports {sorted(ports)} are still listened on")
+        # A killed process loses its environment, by which it is found, a moment before its sockets.
+        ports = self._open_ports()
+        wait_until(lambda: not self._open_ports(), timeout_s, f"ports {sorted(ports)} to be closed")
         if names := shared_memory_names(sorted(self._seen)):
             raise InternalFault(f"entries left in {SHARED_MEMORY}: {sorted(names)}")
         if files := sorted(str(path) for path in Path(self._folder.name).rglob("*") if path.is_file()):
             raise InternalFault(f"temporary files left: {files}")
+
+    def _open_ports(self) -> set[int]:
+        return {port for _, port in _listening_inodes()} & self._ports
 
     def _kill_family(self) -> None:
         for pid in self.family():
