@@ -125,7 +125,7 @@ async def test_a_restart_lets_the_old_process_end_and_is_no_crash(code: str, tim
     assert len(set(pids)) == 5
     assert watched.snapshot("a").last_exit is None
     assert watched.exits.empty()
-    await watched.stop()
+    await watched.stop(timeout_s)
 
 
 async def test_a_changed_spec_is_used_at_the_next_start() -> None:

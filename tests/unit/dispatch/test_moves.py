@@ -259,6 +259,7 @@ def test_a_choice_without_a_worker_waits_for_one() -> None:
     desk = site()
     request_id, _ = desk.submit()
     desk.emit("p0", request_id, 0, token_id=50)
+    desk.wait(1000.0)  # the answer is long; time counts from the loss only
     actions = desk.lose("d0")
     assert (starts(actions), events_of(actions)) == ([], [])
     assert desk.claims() == {"p0": (0, 0)}

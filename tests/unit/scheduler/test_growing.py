@@ -141,6 +141,14 @@ def test_the_youngest_stream_goes_and_the_others_do_not_notice() -> None:
     assert crowd.order_of_ends() == [0, 1, 2]
 
 
+def test_the_youngest_goes_whoever_needs_the_block() -> None:
+    """All three fill the pool; the oldest comes to the end of its blocks first."""
+    crowd = Crowd(6, spec(0, 7, 12), spec(1, 4, 9), spec(2, 4, 9))
+    crowd.until_preempted()
+    assert in_step(crowd.solo) == [0, 1]
+    crowd.finish()
+
+
 @pytest.mark.parametrize("num_blocks", [6, 7, 8, 11])
 @pytest.mark.parametrize("headroom", [0, 1, 6])
 def test_no_token_is_lost_or_another_however_often_it_starts_over(num_blocks: int, headroom: int) -> None:

@@ -197,6 +197,40 @@ def test_small_layers_wait_for_the_next_but_never_past_the_last(min_bytes: int, 
     assert spans(solo.finish_step()) == []
 
 
+@pytest.mark.parametrize(
+    ("min_bytes", "first_missing", "every", "reported"),
+    [
+        (0, 0, 1, [1, 2, 3]),
+        (10 * LAYER_TOKEN_BYTES, 0, 1, [1, 2, 3]),
+        (10 * LAYER_TOKEN_BYTES + 1, 0, 2, [2, 3]),
+        (10**9, 0, 3, [3]),
+        (2 * LAYER_TOKEN_BYTES + 1, 8, 2, [2, 3]),  # 2 of 10 tokens are missing
+        (0, 10, 3, [3]),
+    ],
+)
+def test_the_engine_is_asked_for_reports_as_often_as_something_may_be_pushed(
+    min_bytes: int, first_missing: int, every: int, reported: list[int]
+) -> None:
+    solo = source(min_push_bytes=min_bytes)
+    solo.start(0, Task.PREFILL, PROMPT)
+    solo.hear(solo.answer(0, first_missing=first_missing))
+    assert solo.plan is not None
+    assert solo.plan.report_every == every
+    assert [layer for layer in (1, 2, 3) if solo.plan.is_reported(layer, 3)] == reported
+
+
+def test_steps_without_hand_offs_or_in_sync_mode_ask_for_no_reports() -> None:
+    solo = Solo(Role.DECODE)
+    solo.start(0, Task.WHOLE, PROMPT)
+    sync = source(mode=HandoffMode.SYNC)
+    sync.start(0, Task.PREFILL, PROMPT)
+    sync.hear(sync.answer(0))
+    for plan in (solo.plan, sync.plan):
+        assert plan is not None
+        assert plan.report_every == 0
+        assert not any(plan.is_reported(layer, 3) for layer in (1, 2, 3))
+
+
 def test_an_engine_that_reports_no_layers_loses_nothing() -> None:
     solo = source()
     solo.start(0, Task.PREFILL, PROMPT)

@@ -15,6 +15,7 @@ from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.request import FinishReason, SamplingParams, SequenceSpec
 from disagg.core.roles import Role, Task
 from disagg.protocol.messages import (
+    AbortSequence,
     AnswerPairing,
     AnswerReservation,
     Beat,
@@ -156,6 +157,22 @@ async def test_a_restarted_peer_whose_loss_nobody_saw_replaces_the_old_one() -> 
         await first.close()
         await second.close()
         await target.settled()
+
+
+async def test_a_worker_that_drains_ends_when_nothing_is_left_and_not_before() -> None:
+    async with site("d", Role.DECODE) as target:
+        channel, _ = await pair_by_hand(target)
+        spec = SequenceSpec(sequence_id(0), (1, 2, 3), SAMPLING)
+        start = StartSequence(spec, Task.DECODE, 1, (), WorkerId("by-hand"), Incarnation(9))
+        target.worker.handle(RouterMessageReceived(start))
+        ending = asyncio.create_task(target.worker.ended())
+        target.worker.drain()
+        await asyncio.wait([ending], timeout=0.05)
+        assert not ending.done()  # a hand-off is expected
+        target.worker.handle(RouterMessageReceived(AbortSequence(sequence_id(0), 1, "moved")))
+        async with asyncio.timeout(DEADLINE_S):
+            await ending
+        await channel.close()
 
 
 async def test_a_broken_link_between_living_workers_is_mended() -> None:
