@@ -133,26 +133,28 @@ class CacheMachine(RuleBasedStateMachine):
             self.contents[life.allocation.blocks[index]] = life.hashes[index]
         self.cache.end_quarantine(life.allocation, life.hashes, num_written)
         num_kept = max(num_written, life.allocation.num_cached)
-        self.check_found(life, num_kept)
-        indexed = [block in self.cache._index for block in life.allocation.blocks[num_kept:]]
-        assert not any(indexed), "kept what had not arrived"
+        self.check_found(life, life.allocation.num_cached, num_kept)
+        given_up = life.allocation.reserved[num_kept - life.allocation.num_cached :]
+        assert {self.cache.pool.state(block) for block in given_up} <= {BlockState.FREE}, "kept what had not arrived"
 
     @precondition(lambda self: any(not life.is_reserved for life in self.lives))
     @rule(data=st.data(), num_blocks=st.integers(0, 5))
     def commit(self, data: st.DataObject, num_blocks: int) -> None:
         """Some more blocks of a chain are full."""
         life = data.draw(st.sampled_from([life for life in self.lives if not life.is_reserved]))
-        stop = min(len(life.hashes), life.num_committed + num_blocks)
-        for index in range(life.num_committed, stop):
+        first, stop = life.num_committed, min(len(life.hashes), life.num_committed + num_blocks)
+        for index in range(first, stop):
             self.contents[life.allocation.blocks[index]] = life.hashes[index]
         self.cache.commit(life.hashes[:stop], life.allocation.blocks, life.num_committed)
         life.num_committed = max(stop, life.num_committed)
-        self.check_found(life, stop)
+        self.check_found(life, first, stop)
 
-    def check_found(self, life: Life, stop: int) -> None:
-        # The first block that stayed private did so because another holds the same prefix: that one is found.
+    def check_found(self, life: Life, first: int, stop: int) -> None:
+        """Blocks [first, stop) have just been committed."""
         own = [block in self.cache._index for block in life.allocation.blocks[:stop]]
-        num_found = min(stop, own.index(False) + 1) if False in own else stop
+        num_found = own.index(False) if False in own else stop
+        if first <= num_found < stop:  # it stayed private because another holds the same prefix: that one is found
+            num_found += 1
         assert self.cache.num_matching_tokens(life.hashes, stop * SIZE) >= num_found * SIZE, "committed and not found"
 
     @precondition(lambda self: any(not life.is_reserved for life in self.lives))

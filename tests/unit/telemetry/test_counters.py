@@ -75,12 +75,9 @@ def test_every_metric_of_the_module_is_in_exactly_one_table() -> None:
 
 
 NAMES = sorted(name for name, value in vars(metrics).items() if isinstance(value, Metric))
-UNUSED = pytest.mark.xfail(strict=True, reason="declared and never counted")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=UNUSED) if name == "PAIRINGS_REFUSED" else name for name in NAMES]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_metric_is_filled_somewhere(name: str) -> None:
     users = [path for path in SOURCES.rglob("*.py") if re.search(rf"\b{name}\b", path.read_text())]
     assert len(users) > 1, f"{name} stands in {users} only"
