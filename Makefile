@@ -49,6 +49,19 @@ test: check ## everything except the long parity runs
 parity: $(STAMP) ## the real model, token by token, against references (minutes)
 	$(PYTEST) -m "slow and not gpu" --timeout 1800 $(ARGS)
 
+.PHONY: chaos
+chaos: $(STAMP) ## random kills and stops under load on the real system: is every answer whole, and the same?
+	$(PY) -m disagg.testing.chaos $(ARGS)
+
+.PHONY: schedules
+schedules: $(STAMP) ## many seeded schedules in virtual time: 100,000 of the hand-off, 1,000 of a whole cluster
+	DISAGG_WORLDS=$${DISAGG_WORLDS:-100000} DISAGG_SCHEDULES=$${DISAGG_SCHEDULES:-1000} $(PYTEST) --timeout 3600 \
+		tests/property/test_handoff_schedules.py tests/property/test_virtual_cluster.py
+
+.PHONY: docs
+docs: $(STAMP) ## rewrite what is generated in docs/
+	$(PY) tools/write_docs.py
+
 .PHONY: bench
 bench: $(STAMP) ## every benchmark, on a quiet machine: 20 minutes (ARGS=--quick: 5)
 	@echo "== transport"; $(PY) benchmarks/transport.py

@@ -6,7 +6,7 @@ from disagg.core.spans import Span
 from disagg.kvcache.kv_cache import Allocation
 from disagg.kvcache.span_ledger import SpanLedger
 from disagg.protocol.handoff import DESTINATION_TABLE, DestinationState, DestinationTrigger, GrantKey
-from disagg.protocol.messages import FinishPrefill
+from disagg.protocol.messages import AnswerReservation, FinishPrefill
 from disagg.protocol.table import Machine
 
 
@@ -21,6 +21,7 @@ class HandoffDestination:
         self.machine = Machine(DESTINATION_TABLE, str(handoff_id))
         self.lease_until_s = float("inf")
         self.allocation: Allocation | None = None
+        self.answer: AnswerReservation | None = None  # given; the same again to a repeated question
         self.num_tokens = 0
         self.first_missing_token = 0
         self.is_prefill_finished = False

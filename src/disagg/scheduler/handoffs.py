@@ -83,6 +83,9 @@ class Handoffs:
             by_peer.setdefault(end.peer, []).append(end.handoff_id)
         for peer, handoff_ids in by_peer.items():
             state.tell(peer, RenewLeases(tuple(handoff_ids), state.config.lease_s))
+        for sequence in state.sequences.values():
+            if sequence.source is not None:
+                self.sending.repeat(sequence, sequence.source)
         self._renew_at_s = state.now_s + state.config.lease_s / 3
 
     def next_wake_s(self) -> float:

@@ -6,7 +6,13 @@ from disagg.core.request import EmittedToken
 from disagg.core.roles import Task
 from disagg.protocol.handoff import DestinationState, DestinationTrigger
 from disagg.protocol.lifecycle import SequenceTrigger
-from disagg.protocol.messages import AnswerReservation, FinishPrefill, RequestReservation, TakeHandoff
+from disagg.protocol.messages import (
+    AnswerReservation,
+    CancelHandoff,
+    FinishPrefill,
+    RequestReservation,
+    TakeHandoff,
+)
 from disagg.scheduler.actions import OpenGrant, RevokeGrant
 from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.events import GrantFenced, WriteLanded
@@ -25,6 +31,8 @@ class Receiving:
         sequence, destination = self.find(message.handoff_id)
         if sequence is None or destination is None or not destination.is_of(peer, message.fence):
             answer = self._refuse(message, FailureKind.CANCELLED, f"hand-off {message.handoff_id} is not expected here")
+        elif destination.state is DestinationState.RECEIVING and destination.answer is not None:
+            answer = destination.answer  # the source has missed it
         elif destination.state is not DestinationState.EXPECTED:
             text = f"hand-off {message.handoff_id} is {destination.state.value} here"
             answer = self._refuse(message, FailureKind.CANCELLED, text)
@@ -66,7 +74,7 @@ class Receiving:
         sequence.refused_since_s = float("inf")
         sequence.num_cached = first_missing
         state.act(OpenGrant(destination.grant_key, destination.peer, allocation.reserved))
-        return AnswerReservation(
+        destination.answer = AnswerReservation(
             handoff_id=message.handoff_id,
             fence=message.fence,
             blocks=allocation.blocks[: state.cache.num_blocks_for(num_tokens)],
@@ -75,6 +83,7 @@ class Receiving:
             grant_key=destination.grant_key,
             num_blocks=config.num_blocks,
         )
+        return destination.answer
 
     def on_write_landed(self, event: WriteLanded) -> None:
         sequence, destination = self.find(event.handoff_id)
@@ -91,6 +100,7 @@ class Receiving:
         is_mine = destination is not None and destination.is_of(peer, message.fence)
         if sequence is None or destination is None or not is_mine or destination.is_prefill_finished:
             self._state.ignore(message)
+            self._answer_repeat(peer, message, destination)
             return
         if not self._is_first_token_right(sequence, message.first_token):
             text = f"{peer} finished with the token {message.first_token}, which is not the next of this answer"
@@ -98,6 +108,15 @@ class Receiving:
             return
         destination.finish_prefill(message)
         self._complete_if_all_here(destination)
+
+    def _answer_repeat(self, peer: WorkerId, message: FinishPrefill, destination: HandoffDestination | None) -> None:
+        """The source has not heard what became of the hand-off."""
+        is_here = destination is not None and destination.state in (DestinationState.COMPLETE, DestinationState.CLOSED)
+        if is_here or (destination is None and self._state.has_taken(message.handoff_id)):
+            self._state.tell(peer, TakeHandoff(message.handoff_id, message.fence))
+        elif destination is None:
+            failure = Failure(FailureKind.CANCELLED, f"hand-off {message.handoff_id} is not known here")
+            self._state.tell(peer, CancelHandoff(message.handoff_id, message.fence, failure))
 
     def _is_first_token_right(self, sequence: Sequence, token: EmittedToken | None) -> bool:
         if sequence.task is Task.RECEIVE_PREFIX or token is None:

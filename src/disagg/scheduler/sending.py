@@ -55,8 +55,20 @@ class Sending:
         sequence.num_cached = allocation.num_cached * cache.block_size
         source.machine.fire(SourceTrigger.RESERVATION_REQUESTED)
         source.lease_until_s = state.now_s + state.config.lease_s
-        state.tell(source.peer, RequestReservation(source.handoff_id, source.fence, num_tokens, state.config.lease_s))
+        self._tell_request(sequence, source)
         return True
+
+    def repeat(self, sequence: Sequence, source: HandoffSource) -> None:
+        """Say again what the destination may have missed; it answers a repeat like the first time."""
+        if source.state is SourceState.ASKING:
+            self._tell_request(sequence, source)
+        elif source.state in (SourceState.DRAINING, SourceState.DELIVERED):
+            self._state.tell(source.peer, FinishPrefill(source.handoff_id, source.fence, source.first_token))
+
+    def _tell_request(self, sequence: Sequence, source: HandoffSource) -> None:
+        lease_s = self._state.config.lease_s
+        request = RequestReservation(source.handoff_id, source.fence, sequence.num_to_read, lease_s)
+        self._state.tell(source.peer, request)
 
     def on_layers_computed(self, event: LayersComputed, rows: tuple[tuple[Sequence, int, int], ...]) -> None:
         """rows: (sequence, first, past-the-last token of its chunk) of the running step."""
@@ -73,6 +85,7 @@ class Sending:
         config = self._state.config
         if config.handoff_mode is HandoffMode.SYNC and sequence.task is Task.PREFILL:
             self._push(source.push_computed(sequence.blocks, sequence.num_computed, config.max_push_bytes))
+        source.first_token = first_token
         source.machine.fire(SourceTrigger.PREFILL_FINISHED)
         sequence.machine.fire(SequenceTrigger.PROMPT_COMPUTED_FOR_PEER)
         self._state.tell(source.peer, FinishPrefill(source.handoff_id, source.fence, first_token))
@@ -107,7 +120,8 @@ class Sending:
         is_expected = source is not None and source.state is SourceState.ASKING and source.is_of(peer, message.fence)
         if sequence is None or source is None or not is_expected:
             state.ignore(message)
-            if message.failure is None:  # nobody here wants these blocks any more
+            is_wanted = source is not None and source.is_of(peer, message.fence) and source.is_live
+            if message.failure is None and not is_wanted:  # nobody here wants these blocks any more
                 failure = Failure(FailureKind.CANCELLED, "the source has dropped this hand-off")
                 state.tell(peer, CancelHandoff(message.handoff_id, message.fence, failure))
             return

@@ -1,6 +1,7 @@
 """The sending end of one hand-off: which span goes when, what is acknowledged, what is kept for how long."""
 
 from disagg.core.ids import BlockId, Fence, HandoffId, WorkerId
+from disagg.core.request import EmittedToken
 from disagg.core.spans import KvLayout, Span
 from disagg.protocol.handoff import SOURCE_TABLE, SourceState, SourceTrigger
 from disagg.protocol.messages import AnswerReservation
@@ -23,6 +24,7 @@ class HandoffSource:
         self.num_refusals = 0
         self.unknown_since_s: float | None = None  # the destination does not know the sequence (yet)
         self.is_taken = False  # the destination's word can overtake the transport's last acknowledgement
+        self.first_token: EmittedToken | None = None  # of the answer, once the prompt is computed
         self.answer: AnswerReservation | None = None
         self.acknowledged_bytes = 0
         self.hidden_bytes = 0  # acknowledged before the prompt was computed
@@ -38,6 +40,10 @@ class HandoffSource:
     @property
     def state(self) -> SourceState:
         return self.machine.state
+
+    @property
+    def is_live(self) -> bool:
+        return self.state not in (SourceState.STOPPING, SourceState.CLOSED)
 
     @property
     def num_outstanding(self) -> int:

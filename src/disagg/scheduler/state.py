@@ -47,7 +47,8 @@ class SchedulerState:
         self.peers: dict[WorkerId, WorkerCard] = {}
         self.now_s = 0.0
         self._live: dict[SequenceId, Sequence] = {}
-        self._ended: OrderedDict[HandoffId, None] = OrderedDict()  # so that a late repeat starts nothing
+        # So that a late repeat starts nothing, and a source that asks hears whether its hand-off was taken.
+        self._ended: OrderedDict[HandoffId, bool] = OrderedDict()
         self._has_freed = False
         self._actions: list[Action] = []
         self._tokens: list[EmittedToken] = []
@@ -63,6 +64,10 @@ class SchedulerState:
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.attempt_id] = sequence
         self._live[sequence.sequence_id] = sequence
+
+    def has_taken(self, attempt_id: HandoffId) -> bool:
+        """Whether the KV of an attempt that has ended here had come from its peer, whole."""
+        return self._ended.get(attempt_id, False)
 
     def has_seen(self, attempt_id: HandoffId) -> bool:
         return attempt_id in self.sequences or attempt_id in self._ended
@@ -193,7 +198,11 @@ class SchedulerState:
         del self.sequences[sequence.attempt_id]
         if self._live.get(sequence.sequence_id) is sequence:
             del self._live[sequence.sequence_id]
-        self._ended[sequence.attempt_id] = None
+        destination = sequence.destination
+        was_taken = (
+            destination is not None and destination.state is DestinationState.CLOSED and sequence.num_computed > 0
+        )
+        self._ended[sequence.attempt_id] = was_taken
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
 
