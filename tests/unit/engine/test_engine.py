@@ -111,8 +111,10 @@ def test_layers_are_reported_in_order_once_their_kv_is_readable(tmp_path: Path) 
         (3, [True, True, True]),
     ]
     assert result.step_id == 3
-    silent = StepPlan(StepId(4), plan.rows, report_every=0)
-    assert engine.run_step(silent, lambda _: pytest.fail("nobody asked")).tokens == result.tokens
+    # Without a hand-off too every layer is told: a watchdog wants to know that they move.
+    told: list[int] = []
+    assert engine.run_step(StepPlan(StepId(4), plan.rows, report_every=0), told.append).tokens == result.tokens
+    assert told == [1, 2, 3]
 
 
 def test_tokens_come_in_the_order_of_the_plan_and_only_where_asked(tmp_path: Path) -> None:

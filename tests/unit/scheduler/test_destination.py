@@ -107,13 +107,23 @@ def test_a_sequence_nobody_announced_is_refused() -> None:
     assert solo.scheduler.counters.get(RESERVATIONS_REFUSED, "cancelled") == 1
 
 
-def test_a_repeated_request_gives_no_second_reservation() -> None:
-    solo = receiving()
+def test_a_repeated_request_gets_the_first_answer_again_and_no_second_reservation() -> None:
+    solo = destination()
+    solo.start(0, Task.DECODE, PROMPT)
+    first = ask(solo)
     before = solo.num_used
+    assert first.failure is None
+    assert ask(solo) == first
+    assert solo.num_used == before
+
+
+def test_a_request_for_what_is_complete_is_refused() -> None:
+    solo = receiving()
+    land(solo, Span(0, 10, 0, 3))
+    solo.hear(finish())
     failure = ask(solo).failure
     assert failure is not None
-    assert "RECEIVING" in failure.message
-    assert solo.num_used == before
+    assert "COMPLETE" in failure.message
 
 
 def test_no_room_now_is_an_overload_with_the_numbers() -> None:
@@ -255,7 +265,10 @@ def test_late_landings_and_fences_of_a_running_sequence_are_ignored() -> None:
     solo.handle(events.GrantFenced(handoff(0)))
     assert land(solo, Span(0, 4, 0, 3)) == []
     assert solo.ignored("WriteLanded") == 1
-    assert solo.hear(finish(msgspec.structs.replace(TOKEN, token_id=50))) == []
+    # A source that says it again has missed that it was taken; what it says is not believed a second time.
+    (answer,) = solo.hear(finish(msgspec.structs.replace(TOKEN, token_id=50)))
+    assert isinstance(answer, SendToPeer)
+    assert isinstance(answer.message, TakeHandoff)
     assert solo.ignored("FinishPrefill") == 1
     assert solo.state.num_running == 1
 

@@ -30,6 +30,7 @@ from disagg.protocol.messages import (
     TakeHandoff,
 )
 from disagg.scheduler import events
+from disagg.scheduler.actions import SendToPeer
 from disagg.scheduler.engine import StepResult
 
 
@@ -124,12 +125,20 @@ def test_late_messages_of_an_ended_sequence_are_ignored() -> None:
     for message in (
         TakeHandoff(handoff(0), fence),
         CancelHandoff(handoff(0), fence, Failure(FailureKind.CANCELLED, "")),
-        FinishPrefill(handoff(0), fence, None),
         Beat(1),
         RequestPairing(card(PEER, PEER_INCARNATION, Role.DECODE)),
     ):
         assert solo.hear(message) == []
         assert solo.ignored(type(message).__name__) == 1
+
+
+def test_who_hands_over_what_is_not_known_here_is_told_so() -> None:
+    solo = Solo(Role.DECODE)
+    solo.meet(Role.PREFILL)
+    (answer,) = solo.hear(FinishPrefill(handoff(0), solo.fence(), None))
+    assert isinstance(answer, SendToPeer)
+    assert isinstance(answer.message, CancelHandoff)
+    assert solo.ignored("FinishPrefill") == 1
 
 
 @pytest.mark.parametrize(
