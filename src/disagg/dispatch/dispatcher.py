@@ -93,7 +93,7 @@ class Dispatcher:
             refusals = [f.message for record in self.registry.records(model) for f in record.refusals.values()]
             if missing and refusals:
                 missing = f"{missing}: {'; '.join(refusals)}"
-            limits = self.registry.limits(model)
+            limits = self._gate.limits(model)
             statuses.append(ModelStatus(model, not missing, missing, limits.max_context if limits else None))
         return tuple(statuses)
 

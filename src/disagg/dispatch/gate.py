@@ -27,6 +27,10 @@ class Gate:
         if limits is not None and not what_is_missing(self._registry.views(model)):
             self._once_ready[model] = limits
 
+    def limits(self, model: str) -> Limits | None:
+        """As they are now, or as they were when the model could last be served."""
+        return self._registry.limits(model) or self._once_ready.get(model)
+
     def checked(self, request: GenerateRequest, num_open: int) -> GenerateRequest:
         """The request as it will run. Raises InvalidRequest, ModelNotFound, Unavailable or Overloaded."""
         model = request.model
@@ -39,7 +43,7 @@ class Gate:
             text = f"{num_open} requests are open, the limit is {self._config.max_open_requests}; try again later"
             raise Overloaded(text, retry_after_s=RETRY_AFTER_S)
         # Workers that were there come back: what they could serve may wait for them.
-        limits = self._registry.limits(model) or self._once_ready.get(model)
+        limits = self.limits(model)
         missing = what_is_missing(self._registry.views(model))
         if limits is None or (missing and model not in self._once_ready):
             self._counters.add(REJECTIONS, label="unavailable")

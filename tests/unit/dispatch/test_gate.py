@@ -145,3 +145,14 @@ def test_a_request_without_any_worker_is_taken_and_waits() -> None:
     assert actions == []
     assert not desk.choice(request_id).is_placed
     assert desk.dispatcher.next_wake_s() == desk.now_s + desk.dispatcher.config.recovery.max_unplaced_s
+
+
+def test_the_front_knows_a_models_context_while_its_workers_are_away() -> None:
+    """Or it would turn away what may wait for them."""
+    desk = Desk().with_pair()
+    (before,) = desk.dispatcher.models()
+    desk.lose("d0")
+    desk.lose("p0")
+    (after,) = desk.dispatcher.models()
+    assert not after.is_ready
+    assert after.max_context == before.max_context is not None
