@@ -150,9 +150,9 @@ def test_a_request_without_any_worker_is_taken_and_waits() -> None:
 def test_the_front_knows_a_models_context_while_its_workers_are_away() -> None:
     """Or it would turn away what may wait for them."""
     desk = Desk().with_pair()
-    (before,) = desk.dispatcher.models()
+    before = {status.model: status for status in desk.dispatcher.models()}[MODEL]
     desk.lose("d0")
     desk.lose("p0")
-    (after,) = desk.dispatcher.models()
+    after = {status.model: status for status in desk.dispatcher.models()}[MODEL]
     assert not after.is_ready
     assert after.max_context == before.max_context is not None
