@@ -66,6 +66,7 @@ docs: $(STAMP) ## rewrite what is generated in docs/
 bench: $(STAMP) ## every benchmark, on a quiet machine: 20 minutes (ARGS=--quick: 5)
 	@echo "== transport"; $(PY) benchmarks/transport.py
 	@echo "== hand-off cost"; $(PY) benchmarks/handoff_cost.py $(ARGS)
+	@echo "== recovery"; $(PY) benchmarks/recovery.py $(ARGS)
 	@echo "== interference"; $(PY) benchmarks/interference.py $(ARGS)
 
 .PHONY: clean
