@@ -138,6 +138,49 @@ def test_a_decode_worker_killed_under_an_answer_that_is_not_streamed(serve: Serv
         assert answer.result(TIMEOUT_S) == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stream", "after"), [(True, 0), (True, 1), (True, 17), (True, LENGTH - 1), (False, 0), (False, 17)]
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_decode_worker_killed_at_any_moment(
+    serve: Serve, front: Front, mode: str, after: int, *, stream: bool
+) -> None:
+    """After 0 tokens: while the prompt is read or handed over. An answer that is not streamed shows no other moment."""
+    body = question(SHORT_PROMPT, mode, stream=stream)
+    expected = read(front, body)
+    if stream and after:
+        assert read(front, body, after, lambda: kill_writer(serve, front)) == expected
+        return
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(read, front, body)
+        if not after:
+            serve.kill("decode-0", signal.SIGKILL)  # whether it was to write this or not
+        else:
+            kill_writer(serve, front)
+        assert answer.result(TIMEOUT_S) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
+def test_a_prefill_worker_killed_at_any_moment_of_its_work(serve: Serve, front: Front, share: float) -> None:
+    """From the first chunk to the last push."""
+    body = question(long_prompt(100 + round(10 * share)), "seeded", stream=True, max_tokens=12)
+    with prefill_under_way(front, body) as (answer, name):
+        before = front.readings().total(table.PROMPT_TOKENS_COMPUTED, worker=name)
+        wanted = before + share * len(LONG_PROMPT)
+
+        def is_that_far() -> bool:
+            return answer.done() or front.readings().total(table.PROMPT_TOKENS_COMPUTED, worker=name) >= wanted
+
+        wait_until(is_that_far, TIMEOUT_S, "the moment to strike")
+        serve.kill(name, signal.SIGKILL)
+        disturbed = answer.result(TIMEOUT_S)
+    serve.wait_healthy()
+    front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
+    assert disturbed == read(front, body)
+
+
 @contextmanager
 def prefill_under_way(front: Front, body: dict[str, Any]) -> Iterator[tuple["Future[list[Any]]", str]]:
     """A long prompt whose prefill has begun and not ended, and the worker that reads it."""

@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Annotated
 
+import msgspec
 import typer
 
 from disagg import __version__
@@ -18,6 +19,7 @@ from disagg.cluster.plan import PoolSizes, check_pool_sizes, check_ports, plan_l
 from disagg.core.errors import ConfigurationError, DisaggError
 from disagg.core.roles import Role
 from disagg.modelfiles.fetch import served_name as default_served_name
+from disagg.policy.restart import DEFAULT_RESTART_POLICY, RestartPolicy
 from disagg.router.config import RouterConfig
 from disagg.worker.config import WorkerConfig
 
@@ -88,6 +90,9 @@ def serve(
     drain_timeout_s: opt.DrainTimeoutS = _WORKER.drain_timeout_s,
     beat_interval_s: opt.BeatIntervalS = _WORKER.beat_interval_s,
     beat_timeout_s: opt.BeatTimeoutS = _WORKER.beat_timeout_s,
+    max_crashes: Annotated[
+        int, typer.Option(help="Crashes of one process within 5 minutes that are too many.", rich_help_panel=opt.LIFE)
+    ] = DEFAULT_RESTART_POLICY.max_crashes,
     start_timeout_s: Annotated[
         float, typer.Option(help="Seconds within which all must be ready.", rich_help_panel=opt.LIFE)
     ] = 300.0,
@@ -136,6 +141,7 @@ def serve(
         numerics=numerics,
     )
     plan = plan_local(router_config, template, sizes)
+    plan = msgspec.structs.replace(plan, restart=RestartPolicy(max_crashes=max_crashes))
     check_ports(router_config)
     raise SystemExit(launch.run_serve(plan, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s))
 

@@ -66,7 +66,7 @@ class LocalCluster:
         self._is_ready = False
         self._is_stopping = False
         self._hang_timeout_s = 2 * plan.router.beat_timeout_s + HANG_MARGIN_S
-        self._supervisor = Supervisor(on_line=self._take_line, on_exit=self._take_exit)
+        self._supervisor = Supervisor(on_line=self._take_line, on_exit=self._take_exit, policy=plan.restart)
         self._watch: RouterWatch | None = None
 
     async def start(self) -> str:

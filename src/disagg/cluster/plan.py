@@ -8,6 +8,7 @@ import msgspec
 from disagg.cluster.cores import CoreShare, split_cores
 from disagg.core.errors import ConfigurationError
 from disagg.core.roles import Role
+from disagg.policy.restart import DEFAULT_RESTART_POLICY, RestartPolicy
 from disagg.router.config import RouterConfig
 from disagg.worker.config import WorkerConfig
 
@@ -36,6 +37,7 @@ class LocalPlan(msgspec.Struct, frozen=True):
 
     router: RouterConfig
     workers: tuple[WorkerConfig, ...]
+    restart: RestartPolicy = DEFAULT_RESTART_POLICY
 
 
 def check_pool_sizes(sizes: PoolSizes) -> None:
