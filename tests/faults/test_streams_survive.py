@@ -26,6 +26,8 @@ NUM_WORKERS = 4
 # A few prompt tokens a step: a prompt of 600 takes long enough to be interrupted.
 ARGUMENTS = ("--prefill", "2", "--decode", "2", "--local-prefill-tokens", "0", "--chunk-tokens", "4")
 BEATS = ("--beat-interval-s", "0.1", "--beat-timeout-s", "3", "--drain-timeout-s", "20")
+# Deaths are the point here: nobody is given up for dying often.
+DEATHS = ("--max-crashes", "1000", "--max-restart-delay-s", "0.3")
 SIZES = ("--kv-memory", "8M", "--num-threads", "1")
 TIMEOUT_S = 60.0
 LONG_PROMPT = [3 + index % 300 for index in range(600)]
@@ -43,7 +45,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def serve(tiny_llama: Path) -> Iterator[Serve]:
-    with Serve((str(tiny_llama), *ARGUMENTS, *BEATS, *SIZES)) as running:
+    with Serve((str(tiny_llama), *ARGUMENTS, *BEATS, *DEATHS, *SIZES)) as running:
         yield running
 
 

@@ -93,6 +93,9 @@ def serve(
     max_crashes: Annotated[
         int, typer.Option(help="Crashes of one process within 5 minutes that are too many.", rich_help_panel=opt.LIFE)
     ] = DEFAULT_RESTART_POLICY.max_crashes,
+    max_restart_delay_s: Annotated[
+        float, typer.Option(help="Most seconds before a crashed process is started again.", rich_help_panel=opt.LIFE)
+    ] = DEFAULT_RESTART_POLICY.max_delay_s,
     start_timeout_s: Annotated[
         float, typer.Option(help="Seconds within which all must be ready.", rich_help_panel=opt.LIFE)
     ] = 300.0,
@@ -141,7 +144,9 @@ def serve(
         numerics=numerics,
     )
     plan = plan_local(router_config, template, sizes)
-    plan = msgspec.structs.replace(plan, restart=RestartPolicy(max_crashes=max_crashes))
+    plan = msgspec.structs.replace(
+        plan, restart=RestartPolicy(max_delay_s=max_restart_delay_s, max_crashes=max_crashes)
+    )
     check_ports(router_config)
     raise SystemExit(launch.run_serve(plan, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s))
 

@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
         flags = ["--prefill", str(options.prefill), "--decode", str(options.decode), "--served-name", name]
         flags += ["--local-prefill-tokens", "16", "--kv-memory", "256M", "--num-threads", "1"]
         flags += ["--beat-interval-s", "0.5", "--beat-timeout-s", "2.5", "--chunk-tokens", "128"]
-        flags += ["--max-crashes", "1000"]  # deaths are the point here
+        flags += ["--max-crashes", "1000", "--max-restart-delay-s", "1"]  # deaths are the point here
         started_s = time.monotonic()
         with Serve((model, *flags)) as serve:
             chaos = Chaos(options, serve, questions)
