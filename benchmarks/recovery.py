@@ -101,7 +101,8 @@ def main() -> None:
     if args.quick:
         args.rounds = 1
     print(harness.heading(args))
-    flags = ("--prefill", "1", "--decode", "2", "--local-prefill-tokens", "0", "--kv-memory", "256M", "--max-crashes", "1000")
+    pools = ("--prefill", "1", "--decode", "2", "--local-prefill-tokens", "0")
+    flags = (*pools, "--kv-memory", "256M", "--max-crashes", "1000")
     with Serve((NAME, *flags, "--beat-timeout-s", str(BEAT_TIMEOUT_S))) as serve:
         run = Run(serve, random.Random(args.seed))
         reread = [run.reread() for _ in range(args.rounds)]
