@@ -10,9 +10,7 @@
         Overloaded
       PeerFault               the other process is at fault or gone
         PeerLost
-        PairingRefused
         ProtocolViolation
-        TransferFailed
       InternalFault           ours: a broken invariant or a failed step
 
 A message names the value, the limit and what to do.
@@ -72,16 +70,8 @@ class PeerLost(PeerFault):
     """The connection ended or its heartbeat stopped."""
 
 
-class PairingRefused(PeerFault):
-    """Two workers cannot exchange KV; the message names both values."""
-
-
 class ProtocolViolation(PeerFault):
     """A peer sent what the protocol does not allow."""
-
-
-class TransferFailed(PeerFault):
-    """Bytes of a hand-off did not arrive whole."""
 
 
 class InternalFault(DisaggError):

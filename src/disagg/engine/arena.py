@@ -28,6 +28,7 @@ def max_blocks_for(layout: KvLayout, num_bytes: int) -> int:
     if num_bytes < per_block:
         raise ConfigurationError(
             f"a KV arena of {num_bytes} bytes holds no block; one of {layout.block_size} tokens takes {per_block} bytes"
+            "; give at least that with --kv-memory"
         )
     return num_bytes // per_block
 

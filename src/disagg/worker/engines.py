@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from disagg.core.errors import ConfigurationError
 from disagg.core.roles import Numerics
 from disagg.modelfiles.config import read_config
 from disagg.modelfiles.digest import model_digest
@@ -22,17 +21,13 @@ class LoadedEngine(NamedTuple):
 
 def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
     """Read weights and allocate the arena. Raises ConfigurationError."""
-    from disagg.engine.device import resolve_device  # torch takes a second to import
+    from disagg.engine.arena import max_blocks_for  # torch takes a second to import
+    from disagg.engine.device import resolve_device
     from disagg.engine.runner import TorchEngine
 
     model = read_config(model_path)
     layout = model.kv_layout(config.block_size)
-    num_blocks = config.num_blocks or config.kv_memory_bytes // layout.arena_bytes(1)
-    if num_blocks < 1:
-        raise ConfigurationError(
-            f"--kv-memory {config.kv_memory_bytes} bytes holds no block of {layout.arena_bytes(1)} bytes "
-            f"({config.block_size} tokens); give at least that"
-        )
+    num_blocks = config.num_blocks or max_blocks_for(layout, config.kv_memory_bytes)
     engine = TorchEngine(
         model_path,
         num_blocks=num_blocks,
