@@ -20,7 +20,7 @@ from disagg.testing.processes import MarkedProcess, wait_until
 START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 60.0
 SMALL = ("--kv-memory", "8M", "--num-threads", "1")  # plenty for tiny models
-FAST_BEATS = ("--beat-interval-s", "0.1", "--beat-timeout-s", "5")
+FAST_BEATS = ("--beat-interval-s", "2.5")
 
 
 class Readings(NamedTuple):

@@ -25,7 +25,7 @@ MODEL = "tiny-llama"
 NUM_WORKERS = 4
 # A few prompt tokens a step: a prompt of 600 takes long enough to be interrupted.
 ARGUMENTS = ("--prefill", "2", "--decode", "2", "--local-prefill-tokens", "0", "--chunk-tokens", "4")
-BEATS = ("--beat-interval-s", "0.1", "--beat-timeout-s", "3", "--drain-timeout-s", "20")
+BEATS = ("--beat-interval-s", "1.5", "--drain-timeout-s", "20")
 # Deaths are the point here: nobody is given up for dying often.
 DEATHS = ("--max-crashes", "1000", "--max-restart-delay-s", "0.3")
 SIZES = ("--kv-memory", "8M", "--num-threads", "1")

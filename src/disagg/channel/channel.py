@@ -2,7 +2,7 @@
 
   1. open: dial() or listen() gives a Channel; the first message is awaited with receive(timeout_s).
   2. start(): from now on each message goes to on_message, in order, on the event loop's thread.
-  3. beats go out every beat_interval_s; a peer silent for beat_timeout_s is lost, as is one whose stream ends.
+  3. beats go out every beat_interval_s; a peer silent for two of its own is lost, as is one whose stream ends.
   4. on_lost is called exactly once; no message is delivered after it.
 
 Frames are a 4-byte big-endian length and that many bytes of msgpack. A length above MAX_FRAME_BYTES, or bytes that are
@@ -26,6 +26,10 @@ _log = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_BUFFERED_BYTES = 64 * 1024 * 1024  # not yet taken by the kernel: the peer has stopped reading
 LENGTH_BYTES = 4
+DEFAULT_BEAT_INTERVAL_S = 2.5
+MAX_SILENT_BEATS = 2  # any message counts as one
+MAX_BEAT_INTERVAL_S = 60.0  # that a peer may claim
+MIN_SLEEP_S = 1e-3
 
 M = TypeVar("M")
 
@@ -43,6 +47,7 @@ class Channel(Generic[M]):
         self._tasks: list[asyncio.Task[None]] = []
         self._on_lost: Callable[[str], None] | None = None
         self._last_heard_s = time.monotonic()
+        self._peer_interval_s = 0.0  # until it says
         self.is_open = True
 
     @property
@@ -79,7 +84,6 @@ class Channel(Generic[M]):
         self,
         *,
         beat_interval_s: float,
-        beat_timeout_s: float,
         on_message: Callable[[M], None],
         on_lost: Callable[[str], None],
     ) -> None:
@@ -88,7 +92,7 @@ class Channel(Generic[M]):
         self._last_heard_s = time.monotonic()
         self._tasks = [
             asyncio.create_task(self._pump(on_message)),
-            asyncio.create_task(self._beat(beat_interval_s, beat_timeout_s)),
+            asyncio.create_task(self._beat(beat_interval_s)),
         ]
 
     async def close(self, *, flush_timeout_s: float = 1.0) -> None:
@@ -129,7 +133,9 @@ class Channel(Generic[M]):
             while self.is_open:
                 message = await self._read()
                 self._last_heard_s = time.monotonic()
-                if not isinstance(message, Beat) and self.is_open:
+                if isinstance(message, Beat):
+                    self._peer_interval_s = min(message.interval_s, MAX_BEAT_INTERVAL_S)
+                elif self.is_open:
                     on_message(message)
         except (PeerLost, ProtocolViolation) as error:
             self._lose(str(error))
@@ -137,15 +143,19 @@ class Channel(Generic[M]):
             _log.exception("a message from %s could not be handled", self.peer_address)
             self._lose(f"a message could not be handled: {type(error).__name__}: {error}")
 
-    async def _beat(self, interval_s: float, timeout_s: float) -> None:
-        number = 0
+    async def _beat(self, interval_s: float) -> None:
+        number, next_beat_s = 0, time.monotonic()
         while self.is_open:
-            self.send(Beat(number))
-            number += 1
-            await asyncio.sleep(interval_s)
-            silent_s = time.monotonic() - self._last_heard_s
-            if silent_s > timeout_s:
-                self._lose(f"it has been silent for {silent_s:.1f} s, the limit is {timeout_s} s")
+            now_s = time.monotonic()
+            if now_s >= next_beat_s:
+                self.send(Beat(number, interval_s))
+                number, next_beat_s = number + 1, now_s + interval_s
+            patience_s = MAX_SILENT_BEATS * max(interval_s, self._peer_interval_s)
+            lost_s = self._last_heard_s + patience_s
+            if now_s >= lost_s:
+                silent_s = now_s - self._last_heard_s
+                self._lose(f"it has been silent for {silent_s:.1f} s, the limit is {patience_s:g} s")
+            await asyncio.sleep(max(min(next_beat_s, lost_s) - now_s, MIN_SLEEP_S))
 
     def _lose(self, reason: str) -> None:
         if not self.is_open:

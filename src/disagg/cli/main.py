@@ -89,7 +89,6 @@ def serve(
     progress_timeout_s: opt.ProgressTimeoutS = _WORKER.progress_timeout_s,
     drain_timeout_s: opt.DrainTimeoutS = _WORKER.drain_timeout_s,
     beat_interval_s: opt.BeatIntervalS = _WORKER.beat_interval_s,
-    beat_timeout_s: opt.BeatTimeoutS = _WORKER.beat_timeout_s,
     max_crashes: Annotated[
         int, typer.Option(help="Crashes of one process within 5 minutes that are too many.", rich_help_panel=opt.LIFE)
     ] = DEFAULT_RESTART_POLICY.max_crashes,
@@ -116,7 +115,6 @@ def serve(
         local_prefill_tokens=local_prefill_tokens,
         max_open_requests=max_open_requests,
         beat_interval_s=beat_interval_s,
-        beat_timeout_s=beat_timeout_s,
         max_body_bytes=parse_bytes(max_body_bytes),
     )
     template = WorkerConfig(
@@ -140,7 +138,6 @@ def serve(
         progress_timeout_s=progress_timeout_s,
         drain_timeout_s=drain_timeout_s,
         beat_interval_s=beat_interval_s,
-        beat_timeout_s=beat_timeout_s,
         numerics=numerics,
     )
     plan = plan_local(router_config, template, sizes)
@@ -182,7 +179,6 @@ def worker(
     progress_timeout_s: opt.ProgressTimeoutS = _WORKER.progress_timeout_s,
     drain_timeout_s: opt.DrainTimeoutS = _WORKER.drain_timeout_s,
     beat_interval_s: opt.BeatIntervalS = _WORKER.beat_interval_s,
-    beat_timeout_s: opt.BeatTimeoutS = _WORKER.beat_timeout_s,
 ) -> None:
     """Run one worker and register it at a router."""
     config = WorkerConfig(
@@ -208,7 +204,6 @@ def worker(
         progress_timeout_s=progress_timeout_s,
         drain_timeout_s=drain_timeout_s,
         beat_interval_s=beat_interval_s,
-        beat_timeout_s=beat_timeout_s,
         numerics=numerics,
     )
     raise SystemExit(launch.run_worker(config))
@@ -228,7 +223,6 @@ def router(
     max_body_bytes: opt.MaxBodyBytes = _MAX_BODY,
     local_prefill_tokens: opt.LocalPrefillTokens = _ROUTER.local_prefill_tokens,
     beat_interval_s: opt.BeatIntervalS = _ROUTER.beat_interval_s,
-    beat_timeout_s: opt.BeatTimeoutS = _ROUTER.beat_timeout_s,
 ) -> None:
     """Run the router: HTTP in front, workers register behind."""
     named = parse_models(model or [])
@@ -241,7 +235,6 @@ def router(
         local_prefill_tokens=local_prefill_tokens,
         max_open_requests=max_open_requests,
         beat_interval_s=beat_interval_s,
-        beat_timeout_s=beat_timeout_s,
         max_body_bytes=parse_bytes(max_body_bytes),
     )
     raise SystemExit(launch.run_router(config))

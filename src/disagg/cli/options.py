@@ -95,7 +95,6 @@ ProgressTimeoutS = Annotated[
 DrainTimeoutS = Annotated[
     float, typer.Option(help="Seconds for what runs, once a worker is told to end.", rich_help_panel=LIFE)
 ]
-BeatIntervalS = Annotated[float, typer.Option(help="Seconds between two heartbeats.", rich_help_panel=LIFE)]
-BeatTimeoutS = Annotated[
-    float, typer.Option(help="Seconds without a heartbeat after which a peer is lost.", rich_help_panel=LIFE)
+BeatIntervalS = Annotated[
+    float, typer.Option(help="Seconds between two heartbeats; a peer silent for two is lost.", rich_help_panel=LIFE)
 ]

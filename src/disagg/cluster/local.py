@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
+from disagg.channel.channel import MAX_SILENT_BEATS
 from disagg.cluster.command_line import router_arguments, worker_arguments
 from disagg.cluster.plan import LocalPlan
 from disagg.cluster.process import OnLine, ProcessSpec, Stream
@@ -65,7 +66,7 @@ class LocalCluster:
         self._failed: asyncio.Future[str] = loop.create_future()
         self._is_ready = False
         self._is_stopping = False
-        self._hang_timeout_s = 2 * plan.router.beat_timeout_s + HANG_MARGIN_S
+        self._hang_timeout_s = 2 * MAX_SILENT_BEATS * plan.router.beat_interval_s + HANG_MARGIN_S
         self._supervisor = Supervisor(on_line=self._take_line, on_exit=self._take_exit, policy=plan.restart)
         self._watch: RouterWatch | None = None
 

@@ -15,7 +15,6 @@ class DispatcherConfig(msgspec.Struct, frozen=True):
     tokenizer_digests: dict[str, str]  # by model name
     local_prefill_tokens: int = 512  # longest prompt that a decode worker reads itself; 0: never
     max_open_requests: int = 1024
-    beat_interval_s: float = 0.5
     max_claimed_share: float = 8.0  # promised KV over KV that exists; more is turned away
     first_token_timeout_s: float = 300.0  # of a placed choice; then it is given up
     recovery: RecoveryLimits = RecoveryLimits()

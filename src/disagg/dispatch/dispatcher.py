@@ -238,7 +238,7 @@ class Dispatcher:
     def _on_registered(self, event: WorkerRegistered) -> None:
         card = event.card
         failure = self.registry.refusal(card)
-        answer = AnswerRegistration(self.config.incarnation, self.config.beat_interval_s, failure)
+        answer = AnswerRegistration(self.config.incarnation, failure)
         if failure is not None:
             self._actions.append(RefuseWorker(card.worker_id, answer))
             return

@@ -148,7 +148,6 @@ class AnswerRegistration(msgspec.Struct, frozen=True, array_like=True, tag="answ
     """Accepted when failure is None."""
 
     router: Incarnation
-    beat_interval_s: float
     failure: Failure | None = None
 
 
@@ -264,9 +263,10 @@ class RenewLeases(msgspec.Struct, frozen=True, array_like=True, tag="renew_lease
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
-    """I am alive: my loop turns."""
+    """I am alive: my loop turns. The next one comes within interval_s seconds."""
 
     number: int
+    interval_s: float
 
 
 WorkerToRouter = RegisterWorker | ReportPairing | EmitTokens | ReportFailure | ReportState | RequestDrain | Beat

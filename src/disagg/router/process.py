@@ -48,10 +48,9 @@ async def _serve(config: RouterConfig, texts: dict[str, ModelText]) -> None:
             tokenizer_digests={name: text.tokenizer.digest for name, text in texts.items()},
             local_prefill_tokens=config.local_prefill_tokens,
             max_open_requests=config.max_open_requests,
-            beat_interval_s=config.beat_interval_s,
         )
     )
-    service = LiveService(dispatcher, beat_interval_s=config.beat_interval_s, beat_timeout_s=config.beat_timeout_s)
+    service = LiveService(dispatcher, beat_interval_s=config.beat_interval_s)
     http = listen(config.host, config.port)
     try:
         control = await service.listen(config.control_host, config.control_port)

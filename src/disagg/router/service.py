@@ -114,11 +114,10 @@ class LiveStream:
 class LiveService:
     """Everything behind the HTTP front. All methods are called on the event loop's thread."""
 
-    def __init__(self, dispatcher: Dispatcher, *, beat_interval_s: float, beat_timeout_s: float) -> None:
+    def __init__(self, dispatcher: Dispatcher, *, beat_interval_s: float) -> None:
         self._dispatcher = dispatcher
         self._metrics = RouterMetrics(dispatcher)
         self._beat_interval_s = beat_interval_s
-        self._beat_timeout_s = beat_timeout_s
         self._channels: dict[WorkerId, Channel[WorkerToRouter]] = {}
         self._registering: dict[WorkerId, Channel[WorkerToRouter]] = {}
         self._streams: dict[RequestId, LiveStream] = {}
@@ -251,7 +250,6 @@ class LiveService:
 
         channel.start(
             beat_interval_s=self._beat_interval_s,
-            beat_timeout_s=self._beat_timeout_s,
             on_message=on_message,
             on_lost=on_lost,
         )

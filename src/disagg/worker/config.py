@@ -2,6 +2,7 @@
 
 import msgspec
 
+from disagg.channel.channel import DEFAULT_BEAT_INTERVAL_S
 from disagg.core.errors import ConfigurationError
 from disagg.core.roles import HandoffMode, Numerics, Role
 
@@ -30,8 +31,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 30.0
     progress_timeout_s: float = 10.0  # without a finished layer, or a turn of the loop: the process ends itself
     drain_timeout_s: float = 60.0  # for what runs, once told to end
-    beat_interval_s: float = 0.5
-    beat_timeout_s: float = 5.0
+    beat_interval_s: float = DEFAULT_BEAT_INTERVAL_S  # a peer silent for two of these is lost
     numerics: Numerics = Numerics.EXACT
 
     def __post_init__(self) -> None:
@@ -52,10 +52,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, seconds in (("lease_s", self.lease_s), ("beat_interval_s", self.beat_interval_s)):
             if seconds <= 0:
                 raise ConfigurationError(f"{name} is {seconds:g}: it must be above 0 seconds")
-        if self.beat_timeout_s <= self.beat_interval_s:
-            raise ConfigurationError(
-                f"beat_timeout_s is {self.beat_timeout_s:g}: it must exceed beat_interval_s ({self.beat_interval_s:g})"
-            )
         for name, text in (("worker_id", self.worker_id), ("served_name", self.served_name), ("model", self.model)):
             if not text.strip():
                 raise ConfigurationError(f"{name} is empty: give it a value")

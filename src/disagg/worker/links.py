@@ -45,16 +45,10 @@ _log = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 5.0
 FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 2.0
+REPORT_INTERVAL_S = 0.25  # between two reports of this worker's state
 
 _FROM_ROUTER: msgspec.msgpack.Decoder[RouterToWorker] = msgspec.msgpack.Decoder(RouterToWorker)
 _FROM_PEER: msgspec.msgpack.Decoder[WorkerToWorker] = msgspec.msgpack.Decoder(WorkerToWorker)
-
-
-class BeatTimes(msgspec.Struct, frozen=True):
-    """How often to say that one lives, and how long to believe it of others."""
-
-    interval_s: float
-    timeout_s: float
 
 
 class _Link:
@@ -69,10 +63,10 @@ class _Link:
 class PeerLinks:
     """Connections to other workers, in both directions of dialling."""
 
-    def __init__(self, worker: Worker, card: WorkerCard, beats: BeatTimes) -> None:
+    def __init__(self, worker: Worker, card: WorkerCard, beat_interval_s: float) -> None:
         self.card = card  # with the control address, once listening
         self._worker = worker
-        self._beats = beats
+        self._beat_interval_s = beat_interval_s
         self._server: asyncio.Server | None = None
         self._links: dict[WorkerId, _Link] = {}
         self._dials: dict[WorkerId, tuple[WorkerCard, asyncio.Task[None]]] = {}
@@ -188,8 +182,7 @@ class PeerLinks:
         self._worker.attach_peer(card, channel.send)
         self._worker.handle(PeerPaired(card))
         channel.start(
-            beat_interval_s=self._beats.interval_s,
-            beat_timeout_s=self._beats.timeout_s,
+            beat_interval_s=self._beat_interval_s,
             on_message=lambda message: self._worker.handle(PeerMessageReceived(card.worker_id, message)),
             on_lost=lambda reason: self._let_go(link, reason),
         )
@@ -211,11 +204,11 @@ class PeerLinks:
 class RouterLink:
     """The connection to the router, kept up until the worker stops."""
 
-    def __init__(self, worker: Worker, peers: PeerLinks, address: str, beats: BeatTimes) -> None:
+    def __init__(self, worker: Worker, peers: PeerLinks, address: str, beat_interval_s: float) -> None:
         self._worker = worker
         self._peers = peers
         self._address = address
-        self._beats = beats
+        self._beat_interval_s = beat_interval_s
         self._channel: Channel[RouterToWorker] | None = None
 
     async def run(self) -> None:
@@ -235,9 +228,9 @@ class RouterLink:
             wait_s = min(2 * wait_s, MAX_RETRY_S)
 
     async def report_states(self) -> None:
-        """One report per beat."""
+        """For ever."""
         while True:
-            await asyncio.sleep(self._beats.interval_s)
+            await asyncio.sleep(REPORT_INTERVAL_S)
             self._worker.report_state()
 
     async def close(self) -> None:
@@ -283,8 +276,7 @@ class RouterLink:
         self._worker.attach_router(channel.send)
         self._peers.report = channel.send
         channel.start(
-            beat_interval_s=self._beats.interval_s,
-            beat_timeout_s=self._beats.timeout_s,
+            beat_interval_s=self._beat_interval_s,
             on_message=on_message,
             on_lost=on_lost,
         )

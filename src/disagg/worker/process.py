@@ -20,7 +20,7 @@ from disagg.transport.tcp_sender import TcpSender
 from disagg.worker.config import WorkerConfig
 from disagg.worker.courier import Courier, MakeMovers, Mover
 from disagg.worker.engines import LoadedEngine, load_engine
-from disagg.worker.links import BeatTimes, PeerLinks, RouterLink
+from disagg.worker.links import PeerLinks, RouterLink
 from disagg.worker.watchdog import Watchdog
 from disagg.worker.worker import Worker
 
@@ -44,7 +44,7 @@ def run_worker(config: WorkerConfig) -> int:
 
 async def _serve(config: WorkerConfig, loaded: LoadedEngine) -> None:
     worker, peers = await start_worker(config, loaded, Watchdog(config.progress_timeout_s))
-    router = RouterLink(worker, peers, config.router_address, _beats(config))
+    router = RouterLink(worker, peers, config.router_address, config.beat_interval_s)
     serving = [asyncio.create_task(router.run()), asyncio.create_task(router.report_states())]
     try:
         ending = asyncio.create_task(_ending(worker, config.drain_timeout_s))
@@ -102,7 +102,7 @@ async def start_worker(
     )
     courier = Courier(card, _tcp(config, loaded, worker_id, incarnation))
     worker = Worker(scheduler_config(config, loaded, incarnation), engine, courier, watchdog)
-    peers = PeerLinks(worker, courier.card, _beats(config))
+    peers = PeerLinks(worker, courier.card, config.beat_interval_s)
     await peers.listen(config.host)
     courier.card = peers.card
     return worker, peers
@@ -144,7 +144,3 @@ def _pin(cores: tuple[int, ...]) -> None:
         usable = sorted(os.sched_getaffinity(0))
         text = f"cannot run on cores {list(cores)}: {error.strerror}; this process may use {usable}"
         raise ConfigurationError(text) from None
-
-
-def _beats(config: WorkerConfig) -> BeatTimes:
-    return BeatTimes(config.beat_interval_s, config.beat_timeout_s)

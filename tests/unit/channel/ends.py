@@ -44,11 +44,9 @@ class Heard:
                 await self._changed.wait()
 
 
-def start(channel: Channel[Any], *, interval_s: float = 60.0, timeout_s: float = 120.0) -> Heard:
+def start(channel: Channel[Any], *, interval_s: float = 60.0) -> Heard:
     heard = Heard()
-    channel.start(
-        beat_interval_s=interval_s, beat_timeout_s=timeout_s, on_message=heard.on_message, on_lost=heard.on_lost
-    )
+    channel.start(beat_interval_s=interval_s, on_message=heard.on_message, on_lost=heard.on_lost)
     return heard
 
 

@@ -89,7 +89,6 @@ def test_every_worker_field_survives_the_command_line(launched: Launched, monkey
         progress_timeout_s=3.5,
         drain_timeout_s=4.5,
         beat_interval_s=0.1,
-        beat_timeout_s=0.75,
         numerics=Numerics.BOUNDED,
     )
     defaults = [f.name for f in msgspec.structs.fields(config) if getattr(config, f.name) == f.default]
@@ -116,7 +115,6 @@ def test_every_router_field_survives_the_command_line(launched: Launched, monkey
         local_prefill_tokens=0,
         max_open_requests=3,
         beat_interval_s=0.25,
-        beat_timeout_s=2.5,
         max_body_bytes=4096,
     )
     defaults = [f.name for f in msgspec.structs.fields(config) if getattr(config, f.name) == f.default]

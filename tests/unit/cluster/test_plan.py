@@ -89,7 +89,7 @@ def test_command_lines_leave_defaults_out() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("block_size", 0), ("num_blocks", 0), ("lease_s", 0.0), ("beat_timeout_s", 0.1), ("worker_id", " ")],
+    [("block_size", 0), ("num_blocks", 0), ("lease_s", 0.0), ("beat_interval_s", 0.0), ("worker_id", " ")],
 )
 def test_worker_values_that_cannot_work_are_named(field: str, value: object) -> None:
     arguments = {"model": "/m", "served_name": "m", "role": Role.MIXED, "worker_id": "w", "router_address": ""}

@@ -49,8 +49,7 @@ class Site:
             chunk_tokens=16,
             mixed_chunk_tokens=8,
             min_push_bytes=0,
-            beat_interval_s=0.2,
-            beat_timeout_s=5.0,
+            beat_interval_s=2.5,
         )
         self.told: list[WorkerToRouter] = []
         self._changed = asyncio.Event()

@@ -39,7 +39,7 @@ from disagg.protocol.messages import (
 )
 from disagg.router.service import LiveService
 from disagg.testing.engine import expected_tokens
-from disagg.worker.links import BeatTimes, RouterLink
+from disagg.worker.links import RouterLink
 
 DECODER: msgspec.msgpack.Decoder[RouterToWorker] = msgspec.msgpack.Decoder(RouterToWorker)
 
@@ -64,8 +64,7 @@ async def service(port: int = 0, *, max_unplaced_s: float = 30.0) -> AsyncIterat
     )
     made = LiveService(
         Dispatcher(config),
-        beat_interval_s=0.2,
-        beat_timeout_s=5.0,
+        beat_interval_s=2.5,
     )
     address = await made.listen("127.0.0.1", port)
     try:
@@ -124,7 +123,7 @@ def token(stream: TokenStream, position: int, choice: int = 0) -> EmittedToken:
 @contextlib.asynccontextmanager
 async def linked(made: Site, address: str) -> AsyncIterator[asyncio.Task[None]]:
     """A real worker that keeps up its connection to a router."""
-    link = RouterLink(made.worker, made.peers, address, BeatTimes(0.2, 5.0))
+    link = RouterLink(made.worker, made.peers, address, 2.5)
     task = asyncio.create_task(link.run())
     try:
         yield task
