@@ -74,6 +74,10 @@ class KvArena:
         key_slots.index_copy_(0, slots, keys.to(key_slots.dtype))
         value_slots.index_copy_(0, slots, values.to(value_slots.dtype))
 
+    def by_slot(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer as [num_slots, num_kv_heads, head_dim]."""
+        return self._by_slot[layer]
+
     def head_rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer as [num_slots * num_kv_heads, head_dim]; row = slot * num_kv_heads + head."""
         return self._by_row[layer]

@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 
 from disagg.engine.arena import KvArena
 from disagg.engine.invariance import is_row_invariant
+from disagg.engine.tables import BlockTables
 
 TILE = 128  # tokens
 MAX_BLOCK_ROWS = 256  # query rows of one chunk that are done together
@@ -37,7 +38,7 @@ class RowSpan(NamedTuple):
     start: int  # first row in the step
     num_tokens: int
     position: int  # of the first token
-    slots: npt.NDArray[np.int64]  # [position + num_tokens], one per token of the sequence so far
+    table_row: int  # of BlockTables
 
 
 class RowBlock(NamedTuple):
@@ -59,34 +60,39 @@ class AttentionGroup(NamedTuple):
     blocks: tuple[RowBlock, ...]
 
 
-AttentionPlan = tuple[AttentionGroup, ...]
+class TiledPlan(NamedTuple):
+    """Of one step."""
+
+    groups: tuple[AttentionGroup, ...]
 
 
 class AttentionBackend(Protocol):
-    """Attention over the arena. The plan is made once per step and used in every layer."""
+    """Attention over the arena. The plan is made once per step and used in every layer; only its maker looks inside."""
 
-    def plan(self, spans: Sequence[RowSpan]) -> AttentionPlan:
+    def plan(self, spans: Sequence[RowSpan]) -> object:
         """Spans in the order of their rows; single tokens first, shortest first, batch best."""
 
-    def attend(self, layer: int, queries: Tensor, plan: AttentionPlan) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, plan: object) -> Tensor:
         """Queries [M, num_heads, head_dim] against the stored keys -> [M, num_heads * head_dim]."""
 
 
 class TiledAttention:
     """The pure-torch back end. num_heads is a multiple of the arena's num_kv_heads."""
 
-    def __init__(self, arena: KvArena, num_heads: int, min_rows: int | None = None) -> None:
+    def __init__(self, arena: KvArena, tables: BlockTables, num_heads: int, min_rows: int | None = None) -> None:
         self._arena = arena
+        self._tables = tables
         self._num_kv_heads = arena.layout.num_kv_heads
         self._group = num_heads // self._num_kv_heads  # query heads that share one KV head
         self._head_dim = arena.layout.head_dim
+        self._block_size = arena.layout.block_size
         self._scale = self._head_dim**-0.5
         self._device = arena.tensor.device
         if min_rows is None:
             min_rows = find_min_rows(self._num_kv_heads, self._head_dim) if self._device.type == "cpu" else 1
         self.min_rows = min_rows
 
-    def plan(self, spans: Sequence[RowSpan]) -> AttentionPlan:
+    def plan(self, spans: Sequence[RowSpan]) -> TiledPlan:
         groups: list[AttentionGroup] = []
         singles: list[RowSpan] = []
         for span in spans:
@@ -100,7 +106,7 @@ class TiledAttention:
                 groups.append(self._chunk_group(span))
         if singles:
             groups.append(self._decode_group(singles))
-        return tuple(groups)
+        return TiledPlan(tuple(groups))
 
     def _decode_group(self, spans: Sequence[RowSpan]) -> AttentionGroup:
         lengths = np.array([span.position + 1 for span in spans])
@@ -134,20 +140,22 @@ class TiledAttention:
     def _gather_index(self, spans: Sequence[RowSpan], width: int) -> Tensor:
         slots = np.empty((len(spans), 1, width), np.int64)
         for row, span in zip(slots[:, 0], spans, strict=True):
-            length = len(span.slots)
-            row[:length] = span.slots
-            row[length:] = span.slots[0]
+            positions = np.arange(span.position + span.num_tokens)
+            slots_of = self._tables.slots(np.full_like(positions, span.table_row), positions, self._block_size)
+            row[: len(positions)] = slots_of
+            row[len(positions) :] = slots_of[0]
         heads = np.arange(self._num_kv_heads)[:, None]
         return self._to_device((slots * self._num_kv_heads + heads).reshape(-1))
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
-    def attend(self, layer: int, queries: Tensor, plan: AttentionPlan) -> Tensor:
+    def attend(self, layer: int, queries: Tensor, plan: object) -> Tensor:
+        assert isinstance(plan, TiledPlan)
         key_rows, value_rows = self._arena.head_rows(layer)
         queries = queries * self._scale
         out = torch.empty_like(queries)
-        for group in plan:
+        for group in plan.groups:
             shape = (group.num_sequences * self._num_kv_heads, group.width, self._head_dim)
             keys = key_rows.index_select(0, group.gather).view(shape).to(queries.dtype)
             values = value_rows.index_select(0, group.gather).view(shape).to(queries.dtype)

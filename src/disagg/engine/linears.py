@@ -1,7 +1,6 @@
-"""Matrix products with a model's weights. One kind per way of storing them; all are batch-invariant on a CPU."""
+"""Matrix products with a model's weights. One class per way of storing them; all are batch-invariant on a CPU."""
 
 import logging
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -9,11 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from disagg.core.errors import ConfigurationError
+from disagg.core.roles import Weights
 from disagg.engine.invariance import NO_LIMIT, RowRule, find_row_rule
+from disagg.engine.native.library import INT8_PANEL, PANEL, NativeLibrary, pack_bias, pack_int8, pack_panels
 
 _log = logging.getLogger(__name__)
-
-BYTES_PER_FLOAT32 = 4
 
 
 class Linear(Protocol):
@@ -27,8 +26,45 @@ class Linear(Protocol):
         """x [M, num_inputs] -> [M, num_outputs], both float32."""
 
 
-class Float32Linear:
-    """Weights [num_outputs, num_inputs] as float32, bias [num_outputs] or None.
+class PackedLinear:
+    """Weights [num_outputs, num_inputs] in panels, as float32 or float16; sums are float32, in order of the inputs."""
+
+    def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self._library = library
+        self._num_outputs = weight.shape[0]
+        self._weights = pack_panels(weight, dtype)
+        self._bias = pack_bias(bias, PANEL)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weights.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._library.product(x, self._weights, self._bias, self._num_outputs)
+
+
+class Int8Linear:
+    """Weights as int8 with a scale per output and 64 inputs; rows of x are rounded to int8 in the same groups.
+
+    Sums within a group are exact integers. So a row's result depends on nothing but the row.
+    """
+
+    def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None) -> None:
+        self._library = library
+        self._num_outputs = weight.shape[0]
+        self._weights, self._scales = pack_int8(weight)
+        self._bias = pack_bias(bias, INT8_PANEL)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._weights.nbytes + self._scales.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._library.product_int8(x, self._weights, self._scales, self._bias, self._num_outputs)
+
+
+class TorchLinear:
+    """Weights [num_outputs, num_inputs] as float32, bias [num_outputs] or None, with torch's own products.
 
     On a CPU, oneDNN with weights packed once: at few rows it reads them nearly twice as fast as MKL, which packs them
     at every call, and from two rows on it sums rows alike. Where it is missing or fails the check, torch's own product.
@@ -63,7 +99,7 @@ class Float32Linear:
 
     @property
     def num_bytes(self) -> int:
-        return self._shape[0] * self._shape[1] * BYTES_PER_FLOAT32
+        return self._shape[0] * self._shape[1] * torch.float32.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.rule.apply(self._multiply, x)
@@ -75,13 +111,32 @@ class Float32Linear:
         return functional.linear(x, self._weight, self._bias)
 
 
-LinearFactory = Callable[[Tensor, Tensor | None, RowRule | None], Linear]
+class LinearMaker:
+    """Makes a model's linears of one kind. Layers share their shapes, so torch's row rules are found once for each."""
 
-LINEARS: dict[str, LinearFactory] = {"float32": Float32Linear}
+    def __init__(self, kind: Weights, library: NativeLibrary | None) -> None:
+        if kind is Weights.INT8 and library is None:
+            raise ConfigurationError(
+                "int8 weights need the native kernels (an x86-64 CPU with AVX2, and a C++ compiler); "
+                "use --weights fp32 or fp16"
+            )
+        self._kind = kind
+        self._library = library
+        self._rules: dict[tuple[int, ...], RowRule] = {}
 
+    def make(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """weight [num_outputs, num_inputs], bias [num_outputs]."""
+        if self._library is None:
+            return self._torch_linear(weight, bias)
+        if self._kind is Weights.INT8:
+            return Int8Linear(self._library, weight, bias)
+        dtype = torch.float16 if self._kind is Weights.FP16 else torch.float32
+        return PackedLinear(self._library, weight, bias, dtype)
 
-def linear_factory(kind: str) -> LinearFactory:
-    """The registered kind of linear. Raises ConfigurationError for an unknown one."""
-    if kind not in LINEARS:
-        raise ConfigurationError(f"linear kind {kind!r} is unknown; choose one of: {', '.join(LINEARS)}")
-    return LINEARS[kind]
+    def _torch_linear(self, weight: Tensor, bias: Tensor | None) -> TorchLinear:
+        """float16 weights keep their values here, not their size: torch has no such product for a CPU."""
+        if self._kind is Weights.FP16:
+            weight = weight.to(torch.float16).to(torch.float32)
+        linear = TorchLinear(weight, bias, self._rules.get(tuple(weight.shape)))
+        self._rules.setdefault(tuple(weight.shape), linear.rule)
+        return linear

@@ -1,9 +1,9 @@
 """The Llama family (Llama, Mistral without a sliding window, Qwen2), one forward pass over the rows of a step.
 
     tokens [M] -> embedding [M, hidden]
-    each layer:  norm -> q, k, v -> rotate q and k by position -> store k and v -> attention -> add
-                 norm -> gate, up -> silu(gate) * up -> down -> add
-    last:        norm -> vocabulary scores, of the rows that sample only
+    each layer:  add, norm -> q, k, v -> rotate q and k by position, store k and v -> attention -> output
+                 add, norm -> gate, up -> silu(gate) * up -> down
+    last:        add, norm -> vocabulary scores, of the rows that sample only
 
 M counts the tokens of all sequences of the step: prefill chunks and single decode tokens side by side. Every operation
 treats rows independently, bit for bit.
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from disagg.engine.arena import KvArena
-from disagg.engine.attention import AttentionBackend, AttentionPlan
-from disagg.engine.invariance import RowRule
-from disagg.engine.linears import Linear, linear_factory
+from disagg.engine.attention import AttentionBackend
+from disagg.engine.linears import Linear, LinearMaker
+from disagg.engine.operations import HeadNorms, Operations
 from disagg.engine.weights import WeightTable
 from disagg.modelfiles.config import ModelConfig
 
@@ -34,13 +33,14 @@ class StepTensors(NamedTuple):
     positions: Tensor  # [M]
     slots: Tensor  # [M] where each token's KV goes
     sampled: Tensor  # [S] rows whose vocabulary scores are wanted
-    attention: AttentionPlan
+    attention: object  # the attention back end's own plan
 
 
 class Layer(NamedTuple):
     """Weights of one layer."""
 
     attention_norm: Tensor  # [hidden]
+    head_norms: HeadNorms
     qkv: Linear  # hidden -> (num_heads + 2 * num_kv_heads) * head_dim
     output: Linear
     mlp_norm: Tensor
@@ -55,98 +55,66 @@ class Llama:
         self,
         config: ModelConfig,
         weights: WeightTable,
-        arena: KvArena,
+        linears: LinearMaker,
+        operations: Operations,
         attention: AttentionBackend,
-        linear_kind: str = "float32",
+        device: torch.device,
     ) -> None:
         self._config = config
-        self._arena = arena
+        self._linears = linears
+        self._operations = operations
         self._attention = attention
-        self._device = arena.tensor.device
-        self._make_linear = linear_factory(linear_kind)
-        self._rules: dict[tuple[int, int], RowRule | None] = {}
+        self._device = device
         hidden, vocab = config.hidden_size, config.vocab_size
-        self._embedding = weights.take("model.embed_tokens.weight", vocab, hidden).to(self._device).contiguous()
+        self._embedding = weights.take("model.embed_tokens.weight", vocab, hidden).to(device).contiguous()
         self._layers = [self._load_layer(weights, index) for index in range(config.num_layers)]
-        self._norm = weights.take("model.norm.weight", hidden).to(self._device)
-        head = self._embedding if config.tie_embeddings else weights.take("lm_head.weight", vocab, hidden)
-        self._head = self._linear(head, None)
-        self._cos, self._sin = rotary_tables(config, self._device)
+        self._norm = weights.take("model.norm.weight", hidden).to(device)
+        head = self._embedding if config.tie_embeddings else weights.take("lm_head.weight", vocab, hidden).to(device)
+        self._head = linears.make(head)
 
     def _load_layer(self, weights: WeightTable, index: int) -> Layer:
         c = self._config
         prefix = f"model.layers.{index}."
         q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         sizes = {"q": q_size, "k": kv_size, "v": kv_size}
-        qkv = [weights.take(f"{prefix}self_attn.{n}_proj.weight", size, c.hidden_size) for n, size in sizes.items()]
+
+        def take(name: str, *shape: int) -> Tensor:
+            return weights.take(f"{prefix}{name}", *shape).to(self._device)
+
+        qkv = [take(f"self_attn.{name}_proj.weight", size, c.hidden_size) for name, size in sizes.items()]
         bias = None
         if c.qkv_bias:
-            bias = torch.cat([weights.take(f"{prefix}self_attn.{n}_proj.bias", size) for n, size in sizes.items()])
-        gate_up = [
-            weights.take(f"{prefix}mlp.{name}_proj.weight", c.intermediate_size, c.hidden_size)
-            for name in ("gate", "up")
-        ]
-        output = weights.take(f"{prefix}self_attn.o_proj.weight", c.hidden_size, q_size)
-        down = weights.take(f"{prefix}mlp.down_proj.weight", c.hidden_size, c.intermediate_size)
+            bias = torch.cat([take(f"self_attn.{name}_proj.bias", size) for name, size in sizes.items()])
+        norms = HeadNorms()
+        if c.has_qk_norm:
+            norms = HeadNorms(*(take(f"self_attn.{name}_norm.weight", c.head_dim) for name in ("q", "k")))
+        gate_up = [take(f"mlp.{name}_proj.weight", c.intermediate_size, c.hidden_size) for name in ("gate", "up")]
         return Layer(
-            attention_norm=weights.take(f"{prefix}input_layernorm.weight", c.hidden_size).to(self._device),
-            qkv=self._linear(torch.cat(qkv), bias),
-            output=self._linear(output, None),
-            mlp_norm=weights.take(f"{prefix}post_attention_layernorm.weight", c.hidden_size).to(self._device),
-            gate_up=self._linear(torch.cat(gate_up), None),
-            down=self._linear(down, None),
+            attention_norm=take("input_layernorm.weight", c.hidden_size),
+            head_norms=norms,
+            qkv=self._linears.make(torch.cat(qkv), bias),
+            output=self._linears.make(take("self_attn.o_proj.weight", c.hidden_size, q_size)),
+            mlp_norm=take("post_attention_layernorm.weight", c.hidden_size),
+            gate_up=self._linears.make(torch.cat(gate_up)),
+            down=self._linears.make(take("mlp.down_proj.weight", c.hidden_size, c.intermediate_size)),
         )
-
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """Layers share their shapes, so what one learned about row-invariance serves the others."""
-        shape = (weight.shape[0], weight.shape[1])
-        weight = weight.to(self._device)
-        linear = self._make_linear(weight, None if bias is None else bias.to(self._device), self._rules.get(shape))
-        self._rules.setdefault(shape, getattr(linear, "rule", None))
-        return linear
 
     def forward(self, step: StepTensors, layer_done: LayerDone | None) -> Tensor:
         """Vocabulary scores [S, vocab_size] of the sampled rows; keys and values of all rows are stored."""
-        eps = self._config.rms_norm_eps
-        cos, sin = self._cos[step.positions, None], self._sin[step.positions, None]
+        operations = self._operations
         x = functional.embedding(step.tokens, self._embedding)
+        delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
-            normed = functional.rms_norm(x, x.shape[-1:], layer.attention_norm, eps)
-            queries, keys, values = self._project(layer, normed, cos, sin)
-            self._arena.store(index, step.slots, keys, values)
+            qkv = layer.qkv(operations.add_norm(x, delta, layer.attention_norm))
+            queries = operations.rotate_store(index, qkv, step.positions, step.slots, layer.head_norms)
             if layer_done is not None:
                 layer_done(index)
-            x = x + layer.output(self._attention.attend(index, queries, step.attention))
-            normed = functional.rms_norm(x, x.shape[-1:], layer.mlp_norm, eps)
-            x = x + layer.down(gated(layer.gate_up(normed)))
-        sampled = x.index_select(0, step.sampled)
-        return self._head(functional.rms_norm(sampled, sampled.shape[-1:], self._norm, eps))
-
-    def _project(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [M, num_heads, head_dim], rotated keys and values [M, num_kv_heads, head_dim]."""
-        c = self._config
-        heads = layer.qkv(x).view(len(x), -1, c.head_dim)
-        rotated = rotate(heads[:, : c.num_heads + c.num_kv_heads], cos, sin)
-        return rotated[:, : c.num_heads], rotated[:, c.num_heads :], heads[:, -c.num_kv_heads :]
-
-
-def gated(x: Tensor) -> Tensor:
-    """silu(gate) * up for x = [gate | up], [M, 2 * I] -> [M, I].
-
-    Written out because torch's silu rounds an element differently at the end of a thread's share, which depends on M.
-    """
-    gate, up = x.chunk(2, dim=-1)
-    denominator = gate.neg().exp_().add_(1.0)
-    return torch.div(gate, denominator, out=denominator).mul_(up)
-
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (d, d + head_dim/2) of heads [M, H, head_dim] by angles given as cos, sin [M, 1, head_dim]."""
-    half = heads.shape[-1] // 2
-    turned = heads * cos
-    turned[..., :half] -= heads[..., half:] * sin[..., :half]
-    turned[..., half:] += heads[..., :half] * sin[..., half:]
-    return turned
+            attended = self._attention.attend(index, queries, step.attention)
+            if index == len(self._layers) - 1:  # nothing but the scores is wanted from here on
+                x, attended = x.index_select(0, step.sampled), attended.index_select(0, step.sampled)
+            delta = layer.output(attended)
+            delta = layer.down(operations.gate(layer.gate_up(operations.add_norm(x, delta, layer.mlp_norm))))
+        return self._head(operations.add_norm(x, delta, self._norm))
 
 
 def rotary_tables(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -8,21 +8,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from disagg.core.errors import ConfigurationError, InternalFault
 from disagg.core.request import EmittedToken
+from disagg.core.roles import Weights
 from disagg.core.spans import KvLayout
 from disagg.engine.arena import KvArena
-from disagg.engine.attention import RowSpan, TiledAttention
-from disagg.engine.model import LayerDone, Llama, StepTensors
+from disagg.engine.attention import AttentionBackend, RowSpan, TiledAttention
+from disagg.engine.linears import LinearMaker
+from disagg.engine.model import LayerDone, Llama, StepTensors, rotary_tables
+from disagg.engine.native.library import choose_library
+from disagg.engine.native_attention import NativeAttention
+from disagg.engine.operations import NativeOperations, Operations, TorchOperations
 from disagg.engine.sampler import SampleRequest, sample
+from disagg.engine.tables import BlockTables
 from disagg.engine.weights import load_weights
 from disagg.kvcache.memory import Memory
 from disagg.modelfiles.config import ModelConfig, read_config
 from disagg.scheduler.engine import OnLayers, StepPlan, StepResult, StepRow
+
+NATIVE_HEAD_DIM = 16  # the native kernels take multiples of it
 
 
 class _Placed(NamedTuple):
@@ -33,10 +40,11 @@ class _Placed(NamedTuple):
 
 
 class TorchEngine:
-    """A Llama-family model with its KV arena. Implements `disagg.scheduler.engine.Engine`.
+    """A model with its KV arena. Implements `disagg.scheduler.engine.Engine`.
 
-    num_threads is torch's, for the whole process (None: leave it). Raises ModelLoadError for a path that is not a model
-    it can run, ConfigurationError for a device or a size that cannot work.
+    num_threads is torch's, for the whole process (None: leave it). kernels: `native`, `torch`, or `auto`, which takes
+    the native ones where they can be had. Raises ModelLoadError for a path that is not a model it can run,
+    ConfigurationError for a device or a size that cannot work.
     """
 
     def __init__(
@@ -47,7 +55,9 @@ class TorchEngine:
         block_size: int,
         device: str = "cpu",
         num_threads: int | None = None,
-        linear_kind: str = "float32",
+        weights: Weights = Weights.FP32,
+        kv_dtype: str = "float32",
+        kernels: str = "auto",
     ) -> None:
         if block_size < 1:
             raise ConfigurationError(f"block_size={block_size}: a block holds at least 1 token")
@@ -57,11 +67,29 @@ class TorchEngine:
             torch.set_num_threads(num_threads)
         self.device = _checked_device(device)
         self.config: ModelConfig = read_config(model_path)
-        self._arena = KvArena(self.config.kv_layout(block_size), num_blocks, device=device)
-        self._attention = TiledAttention(self._arena, self.config.num_heads)
-        weights = load_weights(model_path, self.config)
+        self._library = choose_library(kernels, self.device)
+        self._arena = KvArena(self.config.kv_layout(block_size, kv_dtype), num_blocks, device=device)
+        self._tables = BlockTables(num_blocks)
         with torch.inference_mode():
-            self._model = Llama(self.config, weights, self._arena, self._attention, linear_kind)
+            self._attention, operations = self._backends()
+            table = load_weights(model_path, self.config)
+            linears = LinearMaker(weights, self._library)
+            self._model = Llama(self.config, table, linears, operations, self._attention, self.device)
+        self.arithmetic = f"{weights.value}, {'torch' if self._library is None else 'native'}"
+
+    def _backends(self) -> tuple[AttentionBackend, Operations]:
+        rotary = rotary_tables(self.config, self.device)
+        library, is_fitting = self._library, self.config.head_dim % NATIVE_HEAD_DIM == 0
+        if library is not None and is_fitting and self.layout.dtype in ("float32", "float16"):
+            library.set_num_threads(torch.get_num_threads())
+            return (
+                NativeAttention(library, self._arena, self._tables),
+                NativeOperations(library, self.config, self._arena, rotary),
+            )
+        return (
+            TiledAttention(self._arena, self._tables, self.config.num_heads),
+            TorchOperations(self.config, self._arena, rotary),
+        )
 
     @property
     def layout(self) -> KvLayout:
@@ -82,9 +110,11 @@ class TorchEngine:
     @torch.inference_mode()
     def run_step(self, plan: StepPlan, on_layers: OnLayers) -> StepResult:
         """One forward pass and its samples. Raises InternalFault, before computing, for a plan that cannot be run."""
-        placed = self._place(plan)
-        if not placed:
+        if not plan.rows:
             return StepResult(plan.step_id, ())
+        if self._library is not None:
+            self._library.set_num_threads(torch.get_num_threads())
+        placed = self._place(plan)
         sampling = [item for item in placed if item.row.sampling is not None]
         logits = self._model.forward(self._tensors(placed, sampling), self._layer_done(on_layers, plan=plan))
         return StepResult(plan.step_id, self._sample(plan, logits, sampling))
@@ -102,21 +132,16 @@ class TorchEngine:
         """Rows as the attention likes them: single tokens first, shortest first."""
         if len({row.sequence_id for row in plan.rows}) < len(plan.rows):
             raise InternalFault(f"step {plan.step_id} has two rows of one sequence; one needs the other's KV")
+        self._tables.begin_step()
         placed: list[_Placed] = []
         start = 0
         for row in sorted(plan.rows, key=lambda row: (len(row.token_ids) > 1, row.position)):
             self._check(row)
             num_tokens = len(row.token_ids)
-            placed.append(_Placed(row, RowSpan(start, num_tokens, row.position, self._slots(row))))
+            table_row = self._tables.place(row.sequence_id, row.block_table)
+            placed.append(_Placed(row, RowSpan(start, num_tokens, row.position, table_row)))
             start += num_tokens
         return placed
-
-    def _slots(self, row: StepRow) -> npt.NDArray[np.int64]:
-        """Slot of every token of the sequence up to the row's last one."""
-        block_size = self.layout.block_size
-        length = row.position + len(row.token_ids)
-        blocks = np.array(row.block_table[: -(-length // block_size)], np.int64)
-        return (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[:length]
 
     def _check(self, row: StepRow) -> None:
         name, length = row.sequence_id, row.position + len(row.token_ids)
@@ -124,12 +149,9 @@ class TorchEngine:
             raise InternalFault(f"row of {name} has {len(row.token_ids)} tokens at position {row.position}")
         if length > self.config.max_context:
             raise InternalFault(f"row of {name} ends at {length} tokens, the context is {self.config.max_context}")
-        needed = -(-length // self.layout.block_size)
-        if len(row.block_table) < needed:
+        if len(row.block_table) * self.layout.block_size < length:
+            needed = -(-length // self.layout.block_size)
             raise InternalFault(f"row of {name} has {len(row.block_table)} blocks, {length} tokens need {needed}")
-        used = row.block_table[:needed]
-        if min(used) < 0 or max(used) >= self.num_blocks:
-            raise InternalFault(f"row of {name} names block {max(used)}, the arena has 0 to {self.num_blocks - 1}")
         if min(row.token_ids) < 0 or max(row.token_ids) >= self.config.vocab_size:
             raise InternalFault(
                 f"row of {name} has token ids {min(row.token_ids)} to {max(row.token_ids)}, "
@@ -138,15 +160,17 @@ class TorchEngine:
 
     def _tensors(self, placed: Sequence[_Placed], sampling: Sequence[_Placed]) -> StepTensors:
         tokens = [token for item in placed for token in item.row.token_ids]
-        positions = np.concatenate([np.arange(span.num_tokens) + span.position for _, span in placed])
-        slots = np.concatenate([span.slots[span.position :] for _, span in placed])
+        spans = [span for _, span in placed]
+        starts, counts, firsts, rows = np.array(spans, np.int64).T
+        positions = np.arange(len(tokens)) + np.repeat(firsts - starts, counts)
+        slots = self._tables.slots(np.repeat(rows, counts), positions, self.layout.block_size)
         sampled = [span.start + span.num_tokens - 1 for _, span in sampling]
         return StepTensors(
             tokens=torch.tensor(tokens, device=self.device),
             positions=torch.from_numpy(positions).to(self.device),
             slots=torch.from_numpy(slots).to(self.device),
             sampled=torch.tensor(sampled, dtype=torch.int64, device=self.device),
-            attention=self._attention.plan([span for _, span in placed]),
+            attention=self._attention.plan(spans),
         )
 
     def _sample(self, plan: StepPlan, logits: Tensor, sampling: Sequence[_Placed]) -> tuple[EmittedToken, ...]:
@@ -167,7 +191,8 @@ class TorchEngine:
     def check_invariants(self) -> None:
         """The arena agrees with its layout, and the layout with the model."""
         self._arena.check_invariants()
-        if self.layout != self.config.kv_layout(self.layout.block_size):
+        self._tables.check_invariants()
+        if self.layout != self.config.kv_layout(self.layout.block_size, self.layout.dtype):
             raise InternalFault(f"the arena's layout {self.layout} is not the model's")
 
 

@@ -39,6 +39,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     rope_theta: float
     tie_embeddings: bool
     qkv_bias: bool
+    has_qk_norm: bool = False  # RMS norm of each head's queries and keys, before they are rotated
     rope_factors: tuple[float, ...] = ()  # divisors of the head_dim/2 rotary frequencies; empty: none
 
     def kv_layout(self, block_size: int, dtype: str = "float32") -> KvLayout:

@@ -1,0 +1,547 @@
+// All operations but the AMX product. Compiled once per instruction set, with DISAGG_ISA as the namespace.
+//
+// Rule: a row's result does not depend on other rows, on threads, or on the instruction set. So sums over inputs run in
+// order of the inputs, sums over keys in order of position in fixed tiles, and integer sums are exact.
+
+#include "int8_rows.h"
+#include "kernels.h"
+#include "scratch.h"
+#include "simd.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace disagg {
+namespace DISAGG_ISA {
+
+using namespace ::DISAGG_ISA;
+
+// --- products ----------------------------------------------------------------------------------------------------
+
+// c [ROWS][VECS * LANES] = init + a b, inputs in order. a(r, k) = a[r * a_row + k * a_input].
+template <int ROWS, int VECS, class Weight>
+static inline void tile(int64_t inputs, const float *a, int64_t a_row, int64_t a_input, const Weight *b, int64_t b_input,
+                        const float *init, int64_t init_row, float *c, int64_t c_row) {
+    Vec sums[ROWS][VECS];
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) sums[r][v] = init ? load(init + r * init_row + v * LANES) : zero();
+    for (int64_t k = 0; k < inputs; k++) {
+        Vec weights[VECS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) weights[v] = load(b + k * b_input + v * LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+            Vec factor = splat(a[r * a_row + k * a_input]);
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) sums[r][v] = fma(factor, weights[v], sums[r][v]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) store(c + r * c_row + v * LANES, sums[r][v]);
+}
+
+template <int ROWS, int VECS, class Weight>
+static inline void tile_of(int rows, int64_t inputs, const float *a, int64_t a_row, int64_t a_input, const Weight *b,
+                           int64_t b_input, const float *init, int64_t init_row, float *c, int64_t c_row) {
+    if (rows == ROWS) return tile<ROWS, VECS>(inputs, a, a_row, a_input, b, b_input, init, init_row, c, c_row);
+    if constexpr (ROWS > 1) tile_of<ROWS - 1, VECS>(rows, inputs, a, a_row, a_input, b, b_input, init, init_row, c, c_row);
+}
+
+// A whole panel's columns for up to TILE_ROWS rows, cut to the columns that exist.
+template <class Weight>
+static void panel_tile(int rows, int64_t inputs, const float *a, int64_t a_row, int64_t a_input, const Weight *panel,
+                       const float *bias, float *y, int64_t y_row, int64_t num_columns) {
+    float edge[TILE_ROWS * PANEL];
+    bool is_whole = num_columns >= PANEL;
+    float *c = is_whole ? y : edge;
+    int64_t c_row = is_whole ? y_row : PANEL;
+    for (int64_t v = 0; v < PANEL; v += TILE_VECS * LANES)
+        tile_of<TILE_ROWS, TILE_VECS>(rows, inputs, a, a_row, a_input, panel + v, PANEL, bias ? bias + v : nullptr, 0,
+                                      c + v, c_row);
+    if (!is_whole)
+        for (int r = 0; r < rows; r++) std::memcpy(y + r * y_row, edge + r * PANEL, num_columns * sizeof(float));
+}
+
+constexpr int64_t FEW_ROWS = 2 * TILE_ROWS;       // below, packing does not pay
+constexpr int64_t BLOCK_ROWS = 16 * TILE_ROWS;    // rows of one job
+constexpr int64_t MIN_PARALLEL = 1 << 17;         // multiplications below which threads do not pay
+
+template <class Weight>
+static void few_rows(const Product &p) {
+    int64_t num_panels = (p.outputs + PANEL - 1) / PANEL;
+    int64_t parts = (p.rows + TILE_ROWS - 1) / TILE_ROWS, step = (p.rows + parts - 1) / parts;
+    const Weight *weights = static_cast<const Weight *>(p.weights);
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (p.rows * p.inputs * p.outputs > MIN_PARALLEL)
+    for (int64_t n = 0; n < num_panels; n++) {
+        const float *bias = p.bias ? p.bias + n * PANEL : nullptr;
+        for (int64_t r = 0; r < p.rows; r += step)
+            panel_tile(int(std::min(step, p.rows - r)), p.inputs, p.x + r * p.inputs, p.inputs, 1,
+                       weights + n * PANEL * p.inputs, bias, p.y + r * p.outputs + n * PANEL, p.outputs,
+                       p.outputs - n * PANEL);
+    }
+}
+
+// [rows][inputs] -> [block of TILE_ROWS][input][TILE_ROWS]
+static void pack_rows(const Product &p, float *packed) {
+    int64_t num_blocks = (p.rows + TILE_ROWS - 1) / TILE_ROWS;
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+    for (int64_t block = 0; block < num_blocks; block++) {
+        float *out = packed + block * TILE_ROWS * p.inputs;
+        for (int r = 0; r < TILE_ROWS; r++) {
+            int64_t row = block * TILE_ROWS + r;
+            if (row < p.rows)
+                for (int64_t k = 0; k < p.inputs; k++) out[k * TILE_ROWS + r] = p.x[row * p.inputs + k];
+            else
+                for (int64_t k = 0; k < p.inputs; k++) out[k * TILE_ROWS + r] = 0.0f;
+        }
+    }
+}
+
+static inline const float *unpacked(const float *panel, int64_t) { return panel; }
+
+static inline const float *unpacked(const uint16_t *panel, int64_t inputs) {
+    thread_local Scratch<float> scratch;
+    float *out = scratch.take(inputs * PANEL);
+    for (int64_t i = 0; i < inputs * PANEL; i += LANES) store(out + i, load(panel + i));
+    return out;
+}
+
+template <class Weight>
+static void many_rows(const Product &p) {
+    thread_local Scratch<float> scratch;
+    int64_t num_panels = (p.outputs + PANEL - 1) / PANEL, num_blocks = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    float *packed = scratch.take((p.rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS * p.inputs);
+    pack_rows(p, packed);
+    const Weight *weights = static_cast<const Weight *>(p.weights);
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
+    for (int64_t job = 0; job < num_blocks * num_panels; job++) {
+        int64_t n = job % num_panels, first = job / num_panels * BLOCK_ROWS;
+        int64_t last = std::min(first + BLOCK_ROWS, p.rows);
+        const float *panel = unpacked(weights + n * PANEL * p.inputs, p.inputs);
+        const float *bias = p.bias ? p.bias + n * PANEL : nullptr;
+        for (int64_t r = first; r < last; r += TILE_ROWS)
+            panel_tile(int(std::min<int64_t>(TILE_ROWS, last - r)), p.inputs, packed + r * p.inputs, 1, TILE_ROWS, panel,
+                       bias, p.y + r * p.outputs + n * PANEL, p.outputs, p.outputs - n * PANEL);
+    }
+}
+
+template <class Weight>
+static void product(const Product &p) {
+    p.rows < FEW_ROWS ? few_rows<Weight>(p) : many_rows<Weight>(p);
+}
+
+// --- int8 products ---------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512VNNI__)
+
+constexpr int INT8_ROWS = 8;
+
+// Exact sums of one group: bytes of weights as unsigned (x + 128), so 128 * sum(q) has to be taken off again.
+template <int ROWS>
+static inline void group_sums(const int8_t *weights, const int8_t *q, int64_t q_row, const int32_t *sums, int64_t sums_row,
+                              Vec *out) {
+    __m512i totals[ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) totals[r] = _mm512_set1_epi32(-128 * sums[r * sums_row]);
+    const __m512i flip = _mm512_set1_epi8(-128);
+#pragma GCC unroll 4
+    for (int k = 0; k < GROUP / 4; k++) {
+        __m512i w = _mm512_xor_si512(_mm512_loadu_si512(weights + k * 64), flip);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            int32_t four;
+            std::memcpy(&four, q + r * q_row + k * 4, 4);
+            totals[r] = _mm512_dpbusd_epi32(totals[r], w, _mm512_set1_epi32(four));
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) out[r] = {_mm512_cvtepi32_ps(totals[r])};
+}
+
+#else
+
+constexpr int INT8_ROWS = 3;
+
+static inline __m256i multiply_bytes(__m256i w, __m256i q) {
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(q, w));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+
+static inline Vec vec_of(__m256i lo, __m256i hi) {
+    int32_t both[LANES];
+    _mm256_storeu_si256((__m256i *)both, lo);
+    _mm256_storeu_si256((__m256i *)(both + 8), hi);
+    return from_ints(both);
+}
+
+template <int ROWS>
+static inline void group_sums(const int8_t *weights, const int8_t *q, int64_t q_row, const int32_t *, int64_t, Vec *out) {
+    __m256i lo[ROWS], hi[ROWS];
+    for (int r = 0; r < ROWS; r++) lo[r] = hi[r] = _mm256_setzero_si256();
+    for (int k = 0; k < GROUP / 4; k++) {
+        __m256i first = _mm256_loadu_si256((const __m256i *)(weights + k * 64));
+        __m256i second = _mm256_loadu_si256((const __m256i *)(weights + k * 64 + 32));
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+            int32_t four;
+            std::memcpy(&four, q + r * q_row + k * 4, 4);
+            __m256i factor = _mm256_set1_epi32(four);
+            lo[r] = _mm256_add_epi32(lo[r], multiply_bytes(first, factor));
+            hi[r] = _mm256_add_epi32(hi[r], multiply_bytes(second, factor));
+        }
+    }
+    for (int r = 0; r < ROWS; r++) out[r] = vec_of(lo[r], hi[r]);
+}
+
+#endif
+
+template <int ROWS>
+static void int8_tile(const QuantizedRows &x, int64_t row, const int8_t *weights, const float *scales, const float *bias,
+                      float *out) {
+    Vec totals[ROWS], sums[ROWS];
+    for (int r = 0; r < ROWS; r++) totals[r] = bias ? load(bias) : zero();
+    int64_t q_row = x.groups * GROUP;
+    for (int64_t g = 0; g < x.groups; g++) {
+        group_sums<ROWS>(weights + g * GROUP * INT8_PANEL, x.values + row * q_row + g * GROUP, q_row,
+                         x.sums + row * x.groups + g, x.groups, sums);
+        Vec scale = load(scales + g * INT8_PANEL);
+        for (int r = 0; r < ROWS; r++)
+            totals[r] = fma(sums[r], mul(scale, splat(x.scales[(row + r) * x.groups + g])), totals[r]);
+    }
+    for (int r = 0; r < ROWS; r++) store(out + r * INT8_PANEL, totals[r]);
+}
+
+template <int ROWS>
+static void int8_tile_of(int rows, const QuantizedRows &x, int64_t row, const int8_t *weights, const float *scales,
+                         const float *bias, float *out) {
+    if (rows == ROWS) return int8_tile<ROWS>(x, row, weights, scales, bias, out);
+    if constexpr (ROWS > 1) int8_tile_of<ROWS - 1>(rows, x, row, weights, scales, bias, out);
+}
+
+static void product_int8(const Int8Product &p) {
+    thread_local Scratch<int8_t> values;
+    thread_local Scratch<float> row_scales;
+    thread_local Scratch<int32_t> row_sums;
+    int64_t groups = (p.inputs + GROUP - 1) / GROUP, num_panels = (p.outputs + INT8_PANEL - 1) / INT8_PANEL;
+    QuantizedRows x{p.rows, groups, values.take(p.rows * groups * GROUP), row_scales.take(p.rows * groups),
+                    row_sums.take(p.rows * groups)};
+    bool is_parallel = p.rows * p.inputs * p.outputs > MIN_PARALLEL;
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (is_parallel && p.rows > 1)
+    for (int64_t r = 0; r < p.rows; r++)
+        quantize_row(p.x + r * p.inputs, p.inputs, x.values + r * groups * GROUP, x.scales + r * groups,
+                     x.sums + r * groups);
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (is_parallel)
+    for (int64_t n = 0; n < num_panels; n++) {
+        float out[INT8_ROWS * INT8_PANEL];
+        int64_t columns = std::min(INT8_PANEL, p.outputs - n * INT8_PANEL);
+        for (int64_t r = 0; r < p.rows; r += INT8_ROWS) {
+            int rows = int(std::min<int64_t>(INT8_ROWS, p.rows - r));
+            int8_tile_of<INT8_ROWS>(rows, x, r, p.weights + n * groups * GROUP * INT8_PANEL,
+                                    p.scales + n * groups * INT8_PANEL, p.bias ? p.bias + n * INT8_PANEL : nullptr, out);
+            for (int i = 0; i < rows; i++)
+                std::memcpy(p.y + (r + i) * p.outputs + n * INT8_PANEL, out + i * INT8_PANEL, columns * sizeof(float));
+        }
+    }
+}
+
+// --- attention -------------------------------------------------------------------------------------------------------
+
+constexpr int64_t MAX_QUERY_ROWS = 48;  // (row, head) pairs that are done together
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+static inline float exponential_of(float x) {
+    float lanes[LANES];
+    store(lanes, exponential(splat(x)));
+    return lanes[0];
+}
+
+// Running softmax of some (row, head) pairs: largest score, sum of weights, weighted values [pair][head_dim].
+struct Sums {
+    float *peak, *weight, *values;
+};
+
+// Query rows [first, first + rows) of a sequence and the heads of one KV head, over one segment of its keys.
+template <class Cache>
+class SegmentPass {
+  public:
+    SegmentPass(const Attention &a, int64_t sequence, int64_t kv_head, int64_t first, int64_t rows)
+        : a_(a), kv_head_(kv_head), group_(a.num_heads / a.num_kv_heads), rows_(rows),
+          position_(a.positions[sequence] + first), table_(a.tables + a.offsets[sequence]) {
+        thread_local Scratch<float> queries, keys, scores;
+        queries_ = queries.take(rows * group_ * a.head_dim);
+        keys_ = keys.take(a.head_dim * KEY_TILE);
+        scores_ = scores.take(rows * group_ * KEY_TILE);
+        Vec scale = splat(1.0f / std::sqrt(float(a.head_dim)));
+        for (int64_t r = 0; r < rows; r++) {
+            const float *from = a.queries + (a.starts[sequence] + first + r) * a.query_stride + kv_head * group_ * a.head_dim;
+            float *to = queries_ + r * group_ * a.head_dim;
+            for (int64_t d = 0; d < group_ * a.head_dim; d += LANES) store(to + d, mul(load(from + d), scale));
+        }
+    }
+
+    int64_t num_pairs() const { return rows_ * group_; }
+
+    void run(int64_t first_key, const Sums &sums) {
+        int64_t num_keys = position_ + rows_, last_key = std::min(first_key + SEGMENT, num_keys);
+        for (int64_t i = 0; i < num_pairs(); i++) {
+            sums.peak[i] = NONE;
+            sums.weight[i] = 0.0f;
+        }
+        std::memset(sums.values, 0, num_pairs() * a_.head_dim * sizeof(float));
+        for (int64_t key = first_key; key < last_key; key += KEY_TILE) {
+            int64_t present = std::min(KEY_TILE, last_key - key);
+            turn_keys(key, present);
+            score();
+            weigh(key, sums);
+            add_values(key, present, sums);
+        }
+    }
+
+  private:
+    const Cache *slot(const void *cache, int64_t token) const {
+        int64_t place = int64_t(table_[token / a_.block_size]) * a_.block_size + token % a_.block_size;
+        return static_cast<const Cache *>(cache) + (place * a_.num_kv_heads + kv_head_) * a_.head_dim;
+    }
+
+    // keys_ [head_dim][KEY_TILE]; places without a key are 0
+    void turn_keys(int64_t key, int64_t present) {
+        for (int64_t t = 0; t < KEY_TILE; t += LANES) {
+            const Cache *rows[LANES];
+            for (int64_t i = 0; i < LANES; i++) rows[i] = t + i < present ? slot(a_.keys, key + t + i) : nullptr;
+            for (int64_t d = 0; d < a_.head_dim; d += LANES) {
+                Vec square[LANES];
+                for (int i = 0; i < LANES; i++) square[i] = rows[i] ? load(rows[i] + d) : zero();
+                transpose(square, keys_ + d * KEY_TILE + t, KEY_TILE);
+            }
+        }
+    }
+
+    void score() {
+        for (int64_t i = 0; i < num_pairs(); i += TILE_ROWS)
+            for (int64_t t = 0; t < KEY_TILE; t += TILE_VECS * LANES)
+                tile_of<TILE_ROWS, TILE_VECS>(int(std::min<int64_t>(TILE_ROWS, num_pairs() - i)), a_.head_dim,
+                                              queries_ + i * a_.head_dim, a_.head_dim, 1, keys_ + t, KEY_TILE,
+                                              static_cast<const float *>(nullptr), 0, scores_ + i * KEY_TILE + t, KEY_TILE);
+    }
+
+    // Scores become weights relative to the new peak; earlier sums are brought to it.
+    void weigh(int64_t key, const Sums &sums) {
+        for (int64_t i = 0; i < num_pairs(); i++) {
+            float *s = scores_ + i * KEY_TILE;
+            int64_t visible = position_ + i / group_ + 1 - key;
+            if (visible <= 0) {
+                std::memset(s, 0, KEY_TILE * sizeof(float));
+                continue;
+            }
+            for (int64_t t = visible; t < KEY_TILE; t++) s[t] = NONE;
+            Vec tops = max(max(load(s), load(s + LANES)), max(load(s + 2 * LANES), load(s + 3 * LANES)));
+            float peak = std::max(sums.peak[i], largest(tops));
+            float correction = sums.peak[i] == NONE ? 0.0f : exponential_of(sums.peak[i] - peak);
+            Vec total = zero();
+            for (int64_t t = 0; t < KEY_TILE; t += LANES) {
+                store(s + t, exponential(sub(load(s + t), splat(peak))));
+                for (int64_t j = std::max(visible, t); j < t + LANES; j++) s[j] = 0.0f;
+                total = add(total, load(s + t));
+            }
+            sums.peak[i] = peak;
+            sums.weight[i] = std::fma(sums.weight[i], correction, sum(total));
+            if (correction != 1.0f) {
+                float *values = sums.values + i * a_.head_dim;
+                for (int64_t d = 0; d < a_.head_dim; d += LANES) store(values + d, mul(load(values + d), splat(correction)));
+            }
+        }
+    }
+
+    void add_values(int64_t key, int64_t present, const Sums &sums) {
+        int64_t width = a_.num_kv_heads * a_.head_dim;
+        for (int64_t t = 0; t < present;) {
+            int64_t run = std::min(a_.block_size - (key + t) % a_.block_size, present - t);
+            const Cache *values = slot(a_.values, key + t);
+            for (int64_t i = 0; i < num_pairs(); i += TILE_ROWS)
+                add_run(int(std::min<int64_t>(TILE_ROWS, num_pairs() - i)), run, scores_ + i * KEY_TILE + t, values, width,
+                        sums.values + i * a_.head_dim);
+            t += run;
+        }
+    }
+
+    void add_run(int pairs, int64_t run, const float *weights, const Cache *values, int64_t width, float *to) {
+        int64_t d = 0;
+        for (; d + TILE_VECS * LANES <= a_.head_dim; d += TILE_VECS * LANES)
+            tile_of<TILE_ROWS, TILE_VECS>(pairs, run, weights, KEY_TILE, 1, values + d, width, to + d, a_.head_dim, to + d,
+                                          a_.head_dim);
+        for (; d < a_.head_dim; d += LANES)
+            tile_of<TILE_ROWS, 1>(pairs, run, weights, KEY_TILE, 1, values + d, width, to + d, a_.head_dim, to + d,
+                                  a_.head_dim);
+    }
+
+    const Attention &a_;
+    int64_t kv_head_, group_, rows_, position_;
+    const int32_t *table_;
+    float *queries_, *keys_, *scores_;
+};
+
+static void merge(int64_t num_pairs, int64_t head_dim, const Sums &part, const Sums &total) {
+    for (int64_t i = 0; i < num_pairs; i++) {
+        if (part.peak[i] == NONE) continue;
+        float peak = std::max(total.peak[i], part.peak[i]);
+        float before = total.peak[i] == NONE ? 0.0f : exponential_of(total.peak[i] - peak);
+        float now = exponential_of(part.peak[i] - peak);
+        total.peak[i] = peak;
+        total.weight[i] = std::fma(total.weight[i], before, part.weight[i] * now);
+        for (int64_t d = 0; d < head_dim; d += LANES) {
+            float *to = total.values + i * head_dim + d;
+            store(to, fma(load(to), splat(before), mul(load(part.values + i * head_dim + d), splat(now))));
+        }
+    }
+}
+
+static Sums sums_at(float *memory, int64_t num_pairs) { return {memory, memory + num_pairs, memory + 2 * num_pairs}; }
+
+static void write_out(const Attention &a, int64_t row, int64_t rows, int64_t kv_head, const Sums &total) {
+    int64_t group = a.num_heads / a.num_kv_heads;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t h = 0; h < group; h++) {
+            int64_t i = r * group + h;
+            float *to = a.out + ((row + r) * a.num_heads + kv_head * group + h) * a.head_dim;
+            for (int64_t d = 0; d < a.head_dim; d += LANES)
+                store(to + d, div(load(total.values + i * a.head_dim + d), splat(total.weight[i])));
+        }
+}
+
+// One job of rows of one sequence: all segments, in order.
+template <class Cache>
+static void attend_rows(const Attention &a, int64_t sequence, int64_t kv_head, int64_t first, int64_t rows) {
+    thread_local Scratch<float> scratch;
+    SegmentPass<Cache> pass(a, sequence, kv_head, first, rows);
+    int64_t pairs = pass.num_pairs(), size = pairs * (a.head_dim + 2);
+    float *memory = scratch.take(2 * size);
+    Sums total = sums_at(memory, pairs), part = sums_at(memory + size, pairs);
+    std::fill(total.peak, total.peak + pairs, NONE);
+    std::fill(total.weight, total.weight + pairs, 0.0f);
+    std::memset(total.values, 0, pairs * a.head_dim * sizeof(float));
+    for (int64_t key = 0; key < a.positions[sequence] + first + rows; key += SEGMENT) {
+        pass.run(key, part);
+        merge(pairs, a.head_dim, part, total);
+    }
+    write_out(a, a.starts[sequence] + first, rows, kv_head, total);
+}
+
+struct Job {
+    int64_t sequence, kv_head, first, rows;
+};
+
+template <class Cache>
+static void attend(const Attention &a) {
+    int64_t group = a.num_heads / a.num_kv_heads, step = std::max<int64_t>(1, MAX_QUERY_ROWS / group);
+    thread_local Scratch<Job> scratch;
+    int64_t most = 0, count = 0;
+    for (int64_t s = 0; s < a.num_sequences; s++) most += (a.lengths[s] + step - 1) / step * a.num_kv_heads;
+    Job *jobs = scratch.take(most);
+    for (int64_t s = 0; s < a.num_sequences; s++)
+        for (int64_t first = 0; first < a.lengths[s]; first += step)
+            for (int64_t head = 0; head < a.num_kv_heads; head++)
+                jobs[count++] = {s, head, first, std::min(step, a.lengths[s] - first)};
+#pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (count > 1)
+    for (int64_t j = count - 1; j >= 0; j--)  // the last rows of a chunk have most to do
+        attend_rows<Cache>(a, jobs[j].sequence, jobs[j].kv_head, jobs[j].first, jobs[j].rows);
+}
+
+// --- norm, rotation, gate ----------------------------------------------------------------------------------------------
+
+// x in whole vectors; the last one padded with zeros
+static inline Vec load_part(const float *x, int64_t present) {
+    if (present >= LANES) return load(x);
+    float part[LANES] = {};
+    std::memcpy(part, x, present * sizeof(float));
+    return load(part);
+}
+
+template <class Cell>
+static inline void store_part(Cell *x, Vec a, int64_t present) {
+    if (present >= LANES) return store(x, a);
+    Cell part[LANES];
+    store(part, a);
+    std::memcpy(x, part, present * sizeof(Cell));
+}
+
+static inline void norm_row(int64_t width, const float *x, const float *weight, float eps, float *y) {
+    Vec squares = zero();
+    for (int64_t k = 0; k < width; k += LANES) {
+        Vec v = load_part(x + k, width - k);
+        squares = fma(v, v, squares);
+    }
+    Vec factor = splat(1.0f / std::sqrt(sum(squares) / float(width) + eps));
+    for (int64_t k = 0; k < width; k += LANES) {
+        Vec scaled = mul(mul(load_part(x + k, width - k), factor), load_part(weight + k, width - k));
+        store_part(y + k, scaled, width - k);
+    }
+}
+
+static void add_norm(int64_t rows, int64_t width, float *x, const float *delta, const float *weight, float eps, float *y) {
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (rows * width > (1 << 15))
+    for (int64_t r = 0; r < rows; r++) {
+        float *row = x + r * width;
+        if (delta)
+            for (int64_t k = 0; k < width; k += LANES)
+                store_part(row + k, add(load_part(row + k, width - k), load_part(delta + r * width + k, width - k)),
+                           width - k);
+        norm_row(width, row, weight, eps, y + r * width);
+    }
+}
+
+static void gate(int64_t rows, int64_t width, const float *x, float *y) {
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (rows * width > (1 << 14))
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t k = 0; k < width; k += LANES) {
+            Vec g = load_part(x + r * 2 * width + k, width - k), u = load_part(x + r * 2 * width + width + k, width - k);
+            Vec open = div(g, add(splat(1.0f), exponential(sub(zero(), g))));
+            store_part(y + r * width + k, mul(open, u), width - k);
+        }
+}
+
+template <class Cache>
+static inline void turn(const float *head, const float *cos, const float *sin, int64_t half, Cache *to) {
+    for (int64_t d = 0; d < half; d += LANES) {
+        Vec a = load_part(head + d, half - d), b = load_part(head + half + d, half - d);
+        Vec c = load_part(cos + d, half - d), s = load_part(sin + d, half - d);
+        Vec low = fnma(b, s, mul(a, c)), high = fma(a, s, mul(b, c));
+        store_part(to + d, low, half - d);
+        store_part(to + half + d, high, half - d);
+    }
+}
+
+template <class Cache>
+static void rotate_store(const RotateStore &p) {
+    int64_t half = p.head_dim / 2, width = (p.num_heads + 2 * p.num_kv_heads) * p.head_dim;
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (p.rows * width > (1 << 15))
+    for (int64_t r = 0; r < p.rows; r++) {
+        float *row = p.qkv + r * width;
+        const float *cos = p.cos + p.positions[r] * p.head_dim, *sin = p.sin + p.positions[r] * p.head_dim;
+        int64_t place = p.slots[r] * p.num_kv_heads * p.head_dim;
+        for (int64_t h = 0; h < p.num_heads + p.num_kv_heads; h++) {
+            bool is_query = h < p.num_heads;
+            float *head = row + h * p.head_dim;
+            const float *weight = is_query ? p.query_norm : p.key_norm;
+            if (weight) norm_row(p.head_dim, head, weight, p.eps, head);
+            if (is_query)
+                turn(head, cos, sin, half, head);
+            else
+                turn(head, cos, sin, half, static_cast<Cache *>(p.keys) + place + (h - p.num_heads) * p.head_dim);
+        }
+        const float *values = row + (p.num_heads + p.num_kv_heads) * p.head_dim;
+        Cache *to = static_cast<Cache *>(p.values) + place;
+        for (int64_t d = 0; d < p.num_kv_heads * p.head_dim; d += LANES) store(to + d, load(values + d));
+    }
+}
+
+const Kernels kernels = {product<float>,     product<uint16_t>,      product_int8, attend<float>, attend<uint16_t>,
+                         rotate_store<float>, rotate_store<uint16_t>, add_norm,     gate};
+
+}  // namespace DISAGG_ISA
+}  // namespace disagg

@@ -1,0 +1,221 @@
+"""The compiled kernels as typed calls on tensors. All tensors are contiguous and on the CPU.
+
+    library = load_library()      None where there is none: callers then use torch's own operations
+
+Calls release the GIL. Results do not depend on threads, nor on the instruction set that is used.
+"""
+
+import ctypes
+import enum
+import logging
+from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from disagg.core.errors import ConfigurationError
+from disagg.engine.native.build import BuildError, build
+
+_log = logging.getLogger(__name__)
+
+PANEL = 32  # as in kernels.h
+INT8_PANEL = 16
+GROUP = 64
+
+_POINTER, _COUNT = c_void_p, c_int64
+_SIGNATURES = {
+    "disagg_product": [c_int, *[_COUNT] * 3, *[_POINTER] * 4],
+    "disagg_product_int8": [*[_COUNT] * 3, *[_POINTER] * 5],
+    "disagg_attend": [c_int, *[_COUNT] * 5, *[_POINTER] * 3, _COUNT, *[_POINTER] * 3],
+    "disagg_rotate_store": [c_int, *[_COUNT] * 4, *[_POINTER] * 7, c_float, *[_POINTER] * 2],
+    "disagg_add_norm": [*[_COUNT] * 2, *[_POINTER] * 3, c_float, _POINTER],
+    "disagg_gate": [*[_COUNT] * 2, *[_POINTER] * 2],
+    "disagg_set_num_threads": [c_int],
+}
+
+
+class Isa(enum.IntEnum):
+    """Levels of instruction sets, each with all below it."""
+
+    NONE = 0
+    AVX2 = 1
+    AVX512 = 2
+    AMX = 3
+
+
+class NativeLibrary:
+    """One per process: the number of threads and the instruction set are the library's own."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, None
+        library.disagg_choose_isa.argtypes, library.disagg_choose_isa.restype = [c_int], c_int
+        self.isa = self.choose_isa(Isa.AMX)
+
+    def choose_isa(self, wanted: Isa) -> Isa:
+        """Use the best level of this machine up to `wanted`; says which."""
+        self.isa = Isa(self._library.disagg_choose_isa(int(wanted)))
+        return self.isa
+
+    def set_num_threads(self, num_threads: int) -> None:
+        self._library.disagg_set_num_threads(num_threads)
+
+    def product(self, x: Tensor, weights: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
+        """x [M, K] times packed weights (pack_panels) -> [M, num_outputs], float32. bias is padded to whole panels."""
+        y = torch.empty(x.shape[0], num_outputs)
+        is_half = weights.dtype == torch.float16
+        self._library.disagg_product(
+            is_half, *x.shape, num_outputs, x.data_ptr(), weights.data_ptr(), _pointer(bias), y.data_ptr()
+        )
+        return y
+
+    def product_int8(self, x: Tensor, weights: Tensor, scales: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
+        """x [M, K] times int8 weights (pack_int8) -> [M, num_outputs], float32."""
+        y = torch.empty(x.shape[0], num_outputs)
+        self._library.disagg_product_int8(
+            *x.shape, num_outputs, x.data_ptr(), weights.data_ptr(), scales.data_ptr(), _pointer(bias), y.data_ptr()
+        )
+        return y
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """x [M, width] += delta, in place; x over its root mean square, times weight."""
+        y = torch.empty_like(x)
+        self._library.disagg_add_norm(
+            *x.shape, x.data_ptr(), _pointer(delta), weight.data_ptr(), eps, y.data_ptr()
+        )
+        return y
+
+    def gate(self, x: Tensor) -> Tensor:
+        """silu(x[:, :width]) * x[:, width:] for x [M, 2 * width]."""
+        num_rows, width = x.shape[0], x.shape[1] // 2
+        y = torch.empty(num_rows, width)
+        self._library.disagg_gate(num_rows, width, x.data_ptr(), y.data_ptr())
+        return y
+
+    def rotate_store(
+        self,
+        qkv: Tensor,
+        head_counts: tuple[int, int],
+        rotary: tuple[Tensor, Tensor],
+        positions: Tensor,
+        slots: Tensor,
+        norms: tuple[Tensor | None, Tensor | None],
+        eps: float,
+        cache: tuple[Tensor, Tensor],
+    ) -> None:
+        """Turn the queries of qkv [M, (heads + 2 * kv heads) * head_dim] in place; keys, turned, and values go to slots.
+
+        cache: keys and values [slot, kv head, head_dim], float32 or float16. positions, slots [M], int64.
+        """
+        keys, values = cache
+        cos, sin = rotary
+        is_half = keys.dtype == torch.float16
+        self._library.disagg_rotate_store(
+            is_half,
+            qkv.shape[0],
+            *head_counts,
+            keys.shape[-1],
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            _pointer(norms[0]),
+            _pointer(norms[1]),
+            eps,
+            keys.data_ptr(),
+            values.data_ptr(),
+        )
+
+    def attend(
+        self, queries: Tensor, spans: Tensor, tables: Tensor, block_size: int, cache: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Queries [M, num_heads, head_dim], rows any stride apart, over the paged cache -> [M, num_heads * head_dim].
+
+        spans [4, sequences] int64: first row, number of rows, position of the first, offset in tables (int32).
+        """
+        keys, values = cache
+        num_rows, num_heads, head_dim = queries.shape
+        out = torch.empty(num_rows, num_heads * head_dim)
+        self._library.disagg_attend(
+            keys.dtype == torch.float16,
+            spans.shape[1],
+            num_heads,
+            keys.shape[1],
+            head_dim,
+            block_size,
+            spans.data_ptr(),
+            tables.data_ptr(),
+            queries.data_ptr(),
+            queries.stride(0),
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@cache
+def load_library() -> NativeLibrary | None:
+    """The kernels, compiled first if need be. None, with the reason in the log, where they cannot be had."""
+    try:
+        library = NativeLibrary(ctypes.CDLL(str(build())))
+    except (BuildError, OSError) as error:
+        _log.warning("no native kernels, torch's own are used instead: %s", error)
+        return None
+    if library.isa is Isa.NONE:
+        _log.warning("no native kernels, torch's own are used instead: this processor has no AVX2, FMA and F16C")
+        return None
+    return library
+
+
+def choose_library(kernels: str, device: torch.device) -> NativeLibrary | None:
+    """By name: `auto`, `native` or `torch`. Raises ConfigurationError when native ones are asked for and not here."""
+    if kernels not in ("auto", "native", "torch"):
+        raise ConfigurationError(f"kernels {kernels!r} are unknown; choose auto, native or torch")
+    library = load_library() if kernels != "torch" and device.type == "cpu" else None
+    if kernels == "native" and library is None:
+        raise ConfigurationError("native kernels are not here: they need an x86-64 CPU with AVX2 and a C++ compiler")
+    return library
+
+
+def pack_panels(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """[num_outputs, num_inputs] -> [panel, num_inputs, PANEL] as dtype, float32 or float16."""
+    num_outputs, num_inputs = weight.shape
+    num_panels = -(-num_outputs // PANEL)
+    packed = torch.zeros(num_panels * PANEL, num_inputs, dtype=dtype)
+    packed[:num_outputs] = weight
+    return packed.view(num_panels, PANEL, num_inputs).transpose(1, 2).contiguous()
+
+
+def pack_bias(bias: Tensor | None, panel: int) -> Tensor | None:
+    """Padded with zeros to whole panels, float32."""
+    if bias is None:
+        return None
+    packed = torch.zeros(-(-len(bias) // panel) * panel)
+    packed[: len(bias)] = bias
+    return packed
+
+
+def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[num_outputs, num_inputs] -> int8 [panel, group, GROUP / 4, INT8_PANEL, 4] and scales [panel, group, INT8_PANEL].
+
+    One scale per output and GROUP inputs, round to nearest: what Q8_0 files do, with groups twice as long.
+    """
+    num_outputs, num_inputs = weight.shape
+    num_panels, num_groups = -(-num_outputs // INT8_PANEL), -(-num_inputs // GROUP)
+    padded = torch.zeros(num_panels * INT8_PANEL, num_groups * GROUP)
+    padded[:num_outputs, :num_inputs] = weight
+    grouped = padded.view(num_panels, INT8_PANEL, num_groups, GROUP)
+    scales = grouped.abs().amax(-1) / 127.0
+    inverse = torch.where(scales > 0, 1.0 / scales, 0.0)
+    values = (grouped * inverse[..., None]).round().clamp(-127, 127).to(torch.int8)
+    packed = values.view(num_panels, INT8_PANEL, num_groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4).contiguous()
+    return packed, scales.permute(0, 2, 1).contiguous()
