@@ -10,17 +10,22 @@ import numpy as np
 import pytest
 import torch
 from tests.parity.tiny_models import TINY_VOCAB, write_tiny_model
-from tests.unit.engine.steps import GREEDY, generate, make_engine, make_row, run
+from tests.unit.engine.steps import GREEDY, generate, make_engine, make_row, run, sequence_id
 from torch import Tensor
 
+from disagg.core.ids import BlockId
 from disagg.core.request import SamplingParams
+from disagg.core.roles import Weights
 from disagg.core.spans import KvLayout
 from disagg.engine.arena import KvArena
-from disagg.engine.attention import RowSpan, TiledAttention
+from disagg.engine.attention import AttentionBackend, RowSpan, TiledAttention
 from disagg.engine.invariance import MKL_MODE_VARIABLE, MKL_STRICT_MODE, RowRule, find_row_rule, is_row_invariant
-from disagg.engine.linears import LINEARS
-from disagg.engine.model import gated, rotate
+from disagg.engine.linears import LinearMaker
+from disagg.engine.native.library import Isa, NativeLibrary, load_library
+from disagg.engine.native_attention import NativeAttention
+from disagg.engine.operations import rotate
 from disagg.engine.runner import TorchEngine
+from disagg.engine.tables import BlockTables
 
 # (inputs, outputs): qkv, output, gate_up, down, head of SmolLM2-135M; and of tiny models.
 BIG_SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576)]
@@ -33,9 +38,29 @@ SOME_SIZES = [1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 33, 48, 57, 64]
 @pytest.fixture(params=[1, 2])
 def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    set_num_threads(request.param)
     yield request.param
-    torch.set_num_threads(before)
+    set_num_threads(before)
+
+
+def set_num_threads(num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    library = load_library()
+    if library is not None:
+        library.set_num_threads(num_threads)
+
+
+def native() -> NativeLibrary:
+    library = load_library()
+    if library is None:
+        pytest.skip("no native kernels here (no C++ compiler, or not an x86-64 CPU with AVX2)")
+    return library
+
+
+def maker(kernels: str, weights: Weights) -> LinearMaker:
+    if kernels == "torch" and weights is Weights.INT8:
+        pytest.skip("int8 needs the native kernels")
+    return LinearMaker(weights, native() if kernels == "native" else None)
 
 
 def random_tensor(*shape: int, seed: int = 0) -> Tensor:
@@ -43,28 +68,32 @@ def random_tensor(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("kind", LINEARS)
-def test_linears_are_row_invariant(kind: str, has_bias: bool, num_threads: int) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("weights", Weights)
+def test_linears_are_row_invariant(weights: Weights, kernels: str, has_bias: bool, num_threads: int) -> None:
+    linears, kind = maker(kernels, weights), f"{kernels} {weights.value}"
     for num_inputs, num_outputs in [*TINY_SHAPES, *BIG_SHAPES, *([] if has_bias else [HEAD_SHAPE])]:
         bias = random_tensor(num_outputs) if has_bias else None
-        linear = LINEARS[kind](random_tensor(num_outputs, num_inputs) * 0.05, bias, None)
+        linear = linears.make(random_tensor(num_outputs, num_inputs) * 0.05, bias)
         sizes = SOME_SIZES if num_outputs == HEAD_SHAPE[1] else ALL_SIZES
         x = random_tensor(sizes[-1], num_inputs, seed=1)
         assert is_row_invariant(linear, x, sizes), f"{kind} {num_inputs} -> {num_outputs}"
         print(f"{kind} {num_inputs} -> {num_outputs}, bias {has_bias}, {num_threads} threads: bit-equal")
 
 
-def test_linears_give_the_same_bits_with_one_and_two_threads() -> None:
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("weights", Weights)
+def test_linears_give_the_same_bits_with_one_and_two_threads(weights: Weights, kernels: str) -> None:
     """Workers of one pair may have different numbers of cores."""
-    before = torch.get_num_threads()
+    before, linears = torch.get_num_threads(), maker(kernels, weights)
     for num_inputs, num_outputs in [*TINY_SHAPES, *BIG_SHAPES]:
-        linear = LINEARS["float32"](random_tensor(num_outputs, num_inputs), None, None)
+        linear = linears.make(random_tensor(num_outputs, num_inputs))
         x = random_tensor(130, num_inputs, seed=1)
         results = []
         for threads in (1, 2):
-            torch.set_num_threads(threads)
+            set_num_threads(threads)
             results.append([linear(x), linear(x[:1])])
-        torch.set_num_threads(before)
+        set_num_threads(before)
         for one, two in zip(*results, strict=True):
             assert torch.equal(one, two), f"{num_inputs} -> {num_outputs}"
 
@@ -102,7 +131,6 @@ def test_a_rule_cuts_and_pads() -> None:
 @pytest.mark.parametrize("width", [112, 1000, 1536, 37])
 def test_elementwise_parts_are_row_invariant(width: int, num_threads: int) -> None:
     sizes = [*range(1, 48), 100, 333]
-    assert is_row_invariant(gated, random_tensor(512, 2 * width) * 3, sizes)
     cos, sin = random_tensor(512, 1, 12, seed=2), random_tensor(512, 1, 12, seed=3)
     x = random_tensor(512, 3, 12)
     whole = rotate(x, cos, sin)
@@ -113,55 +141,109 @@ def test_elementwise_parts_are_row_invariant(width: int, num_threads: int) -> No
     )
 
 
+@pytest.mark.parametrize("width", [112, 1000, 1536, 37])
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_gates_and_norms_are_row_invariant(kernels: str, width: int, num_threads: int, tmp_path: Path) -> None:
+    sizes = [*range(1, 48), 100, 333]
+    engine = make_engine(write_tiny_model(tmp_path, "llama", tie_embeddings=True), kernels=kernels)
+    operations, weight = engine.operations, random_tensor(width)
+    gate = operations.gate if kernels == "torch" else native().gate
+    assert is_row_invariant(gate, random_tensor(512, 2 * width) * 3, sizes)
+    delta = random_tensor(512, width, seed=5)
+
+    def add_norm(part: Tensor) -> Tensor:
+        return operations.add_norm(part.clone(), delta[: len(part)] * 0 + 0.5, weight)
+
+    assert is_row_invariant(add_norm, random_tensor(512, width), sizes)
+
+
+@pytest.mark.parametrize("cache_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"), [(9, 3, 64), (6, 2, 12), (4, 4, 16), (14, 2, 64), (8, 2, 128)]
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(9, 3, 64), (6, 2, 12), (4, 4, 16), (14, 2, 64), (8, 2, 128), (8, 1, 80)],
 )
 def test_attention_is_independent_of_batch_and_chunks(
-    num_heads: int, num_kv_heads: int, head_dim: int, num_threads: int
+    num_heads: int, num_kv_heads: int, head_dim: int, kernels: str, cache_dtype: str, num_threads: int
 ) -> None:
-    """300 tokens at once; in chunks; token by token; and each token decoded beside seven others of other lengths."""
-    length, block_size = 300, 16
-    arena = KvArena(KvLayout(1, num_kv_heads, head_dim, "float32", block_size), 200)
-    attention = TiledAttention(arena, num_heads)
+    """700 tokens at once; in chunks; token by token; and each token decoded beside seven others of other lengths."""
+    if kernels == "native" and head_dim % 16:
+        pytest.skip("the native kernels take head dims in multiples of 16")
+    length, block_size = 700, 16
+    arena = KvArena(KvLayout(1, num_kv_heads, head_dim, cache_dtype, block_size), 200)
+    tables = BlockTables(200)
+    attention: AttentionBackend = TiledAttention(arena, tables, num_heads)
+    if kernels == "native":
+        attention = NativeAttention(native(), arena, tables)
     arena.tensor.copy_(random_tensor(*arena.tensor.shape))
     order = np.random.default_rng(0).permutation(200)
     slots = (order[:, None] * block_size + np.arange(block_size)).reshape(-1)
+    table_row = tables.place(sequence_id(0), tuple(BlockId(int(block)) for block in order))
     queries = random_tensor(length, num_heads, head_dim, seed=1)
 
     def attend(pieces: list[tuple[int, int]]) -> Tensor:
         parts = [
-            attention.attend(0, queries[a:b], attention.plan([RowSpan(0, b - a, a, slots[:b])])) for a, b in pieces
+            attention.attend(0, queries[a:b], attention.plan([RowSpan(0, b - a, a, table_row)])) for a, b in pieces
         ]
         return torch.cat(parts)
 
     whole = attend([(0, length)])
     reference = torch.nn.functional.scaled_dot_product_attention(
         queries.transpose(0, 1)[None],
-        arena.tensor[0, 0].flatten(0, 1)[slots[:length]].transpose(0, 1)[None],
-        arena.tensor[0, 1].flatten(0, 1)[slots[:length]].transpose(0, 1)[None],
+        arena.tensor[0, 0].flatten(0, 1)[slots[:length]].transpose(0, 1)[None].float(),
+        arena.tensor[0, 1].flatten(0, 1)[slots[:length]].transpose(0, 1)[None].float(),
         is_causal=True,
         enable_gqa=True,
     )
     torch.testing.assert_close(whole.view(length, num_heads, head_dim), reference[0].transpose(0, 1))
-    for step in (1, 7, 64, 150, 299):
+    for step in (7, 64, 150, 511, 699):
         assert torch.equal(attend([(a, min(a + step, length)) for a in range(0, length, step)]), whole), step
-    for first in (0, 100, 255):
-        positions = sorted({first, first + 1, first + 44, 5, 127, 128, 129, 260})
-        spans = [RowSpan(i, 1, p, slots[: p + 1]) for i, p in enumerate(positions)]
-        spans.append(RowSpan(len(positions), 30, 200, slots[:230]))
+    for first in (0, 100, 255, 510):
+        positions = sorted({first, first + 1, first + 44, 5, 127, 128, 129, 260, 511, 512, 699})
+        spans = [RowSpan(i, 1, p, table_row) for i, p in enumerate(positions)]
+        spans.append(RowSpan(len(positions), 30, 200, table_row))
         rows = torch.cat([queries[positions], queries[200:230]])
         assert torch.equal(attention.attend(0, rows, attention.plan(spans)), whole[[*positions, *range(200, 230)]])
-    print(f"attention {num_heads}/{num_kv_heads} x {head_dim}, {num_threads} threads: bit-equal")
+    print(f"{kernels} attention {num_heads}/{num_kv_heads} x {head_dim}, {num_threads} threads: bit-equal")
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+ENGINES = [("torch", "fp32", "llama"), ("torch", "fp32", "qwen2"), ("torch", "fp16", "llama")]
+ENGINES += [("native", weights.value, family) for weights in Weights for family in ("llama", "qwen2")]
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids=" ".join)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
-    path = write_tiny_model(tmp_path_factory.mktemp("tiny"), request.param, tie_embeddings=False)
-    return make_engine(path, num_blocks=200)
+    kernels, weights, family = request.param
+    if kernels == "native":
+        native()
+    path = write_tiny_model(tmp_path_factory.mktemp("tiny"), family, tie_embeddings=False, hidden_size=96)
+    return make_engine(path, num_blocks=200, kernels=kernels, weights=Weights(weights))
 
 
 def stored(engine: TorchEngine, blocks: list[int], num_tokens: int) -> Tensor:
     return engine.arena.tensor[:, :, blocks].flatten(2, 3)[:, :, :num_tokens].clone()
+
+
+@pytest.mark.parametrize("weights", Weights)
+def test_every_instruction_set_gives_the_same_bits(weights: Weights, tmp_path: Path) -> None:
+    """So workers on unlike machines may serve one pool in exact mode."""
+    library = native()
+    path = write_tiny_model(tmp_path, "qwen2", tie_embeddings=False, hidden_size=192)
+    prompt = [int(t) for t in torch.randint(TINY_VOCAB, (200,), generator=torch.Generator().manual_seed(3))]
+    best, seen = library.isa, []
+    try:
+        for isa in (isa for isa in Isa if Isa.NONE < isa <= best):
+            assert library.choose_isa(isa) is isa
+            engine = make_engine(path, num_blocks=20, kernels="native", weights=weights)
+            tokens = generate(engine, prompt, list(range(15)), 20, chunk=150)
+            seen.append((tokens, stored(engine, list(range(15)), 219)))
+    finally:
+        library.choose_isa(best)
+    assert len(seen) == int(best)
+    for tokens, kv in seen:
+        assert tokens == seen[0][0]
+        assert torch.equal(kv, seen[0][1])
+    print(f"{weights.value}: bit-equal on {[isa.name for isa in Isa if Isa.NONE < isa <= best]}")
 
 
 def test_engine_prefill_in_chunks_writes_the_same_bits(engine: TorchEngine) -> None:

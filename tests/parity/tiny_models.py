@@ -19,11 +19,12 @@ def tiny_model(
     rope_scaling: dict[str, object] | None = None,
     num_layers: int = 3,
     num_kv_heads: int = 2,
+    hidden_size: int = 72,
 ) -> PreTrainedModel:
     """A seeded model in memory: 6 heads over 2, odd sizes, weights wide enough for models to disagree."""
     sizes: dict[str, object] = {
         "vocab_size": TINY_VOCAB,
-        "hidden_size": 72,
+        "hidden_size": hidden_size,
         "intermediate_size": 112,
         "num_hidden_layers": num_layers,
         "num_attention_heads": 6,
@@ -47,10 +48,17 @@ def tiny_model(
 
 
 def write_tiny_model(
-    path: Path, architecture: str = "llama", *, seed: int = 0, tie_embeddings: bool = True, shard_size: str = "50GB"
+    path: Path,
+    architecture: str = "llama",
+    *,
+    seed: int = 0,
+    tie_embeddings: bool = True,
+    shard_size: str = "50GB",
+    hidden_size: int = 72,
 ) -> Path:
     """Write a tiny model as a Hugging Face directory (config.json + safetensors) and return the directory."""
-    tiny_model(architecture, seed=seed, tie_embeddings=tie_embeddings).save_pretrained(path, max_shard_size=shard_size)
+    model = tiny_model(architecture, seed=seed, tie_embeddings=tie_embeddings, hidden_size=hidden_size)
+    model.save_pretrained(path, max_shard_size=shard_size)
     return path
 
 

@@ -59,9 +59,10 @@ class TorchOperations:
     def rotate_store(self, layer: int, qkv: Tensor, positions: Tensor, slots: Tensor, norms: HeadNorms) -> Tensor:
         num_heads, num_kv_heads, head_dim = self._config.num_heads, self._config.num_kv_heads, self._config.head_dim
         cos, sin = self._cos[positions, None], self._sin[positions, None]
-        queries, keys, values = qkv.view(len(qkv), -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-        queries, keys = self._normed(queries, norms.query), self._normed(keys, norms.key)
-        self._arena.store(layer, slots, rotate(keys, cos, sin), values)
+        heads = qkv.view(len(qkv), -1, head_dim)
+        queries = self._normed(heads[:, :num_heads], norms.query)
+        keys = self._normed(heads[:, num_heads:-num_kv_heads], norms.key)
+        self._arena.store(layer, slots, rotate(keys, cos, sin), heads[:, -num_kv_heads:])
         return rotate(queries, cos, sin)
 
     def _normed(self, heads: Tensor, weight: Tensor | None) -> Tensor:

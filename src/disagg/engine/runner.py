@@ -71,10 +71,10 @@ class TorchEngine:
         self._arena = KvArena(self.config.kv_layout(block_size, kv_dtype), num_blocks, device=device)
         self._tables = BlockTables(num_blocks)
         with torch.inference_mode():
-            self._attention, operations = self._backends()
+            self._attention, self.operations = self._backends()
             table = load_weights(model_path, self.config)
             linears = LinearMaker(weights, self._library)
-            self._model = Llama(self.config, table, linears, operations, self._attention, self.device)
+            self._model = Llama(self.config, table, linears, self.operations, self._attention, self.device)
         self.arithmetic = f"{weights.value}, {'torch' if self._library is None else 'native'}"
 
     def _backends(self) -> tuple[AttentionBackend, Operations]:

@@ -1,6 +1,6 @@
 """Block tables of the sequences in flight, kept from step to step, so that a step only adds what is new.
 
-    row of the table      one sequence's blocks, in order of its tokens; rows are reused when others need them
+row of the table      one sequence's blocks, in order of its tokens; rows are reused when others need them
 """
 
 from collections.abc import Sequence
@@ -52,8 +52,9 @@ class BlockTables:
         start = known if blocks[:known] == entry.blocks else 0
         added = blocks[start:]
         if added and (min(added) < 0 or max(added) >= self._num_blocks):
-            text = f"row of {sequence_id} names blocks {min(added)} to {max(added)}, the arena has 0 to"
-            raise InternalFault(f"{text} {self._num_blocks - 1}")
+            wrong = min(added) if min(added) < 0 else max(added)
+            text = f"row of {sequence_id} names block {wrong}, the arena has 0 to {self._num_blocks - 1}"
+            raise InternalFault(text)
         if len(blocks) > self.blocks.shape[1]:
             self._grow(self.blocks.shape[0], max(len(blocks), 2 * self.blocks.shape[1]))
         self.blocks[entry.row, start : len(blocks)] = added
@@ -74,7 +75,9 @@ class BlockTables:
         grown[: self.blocks.shape[0], : self.blocks.shape[1]] = self.blocks
         self.blocks = grown
 
-    def slots(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], block_size: int) -> npt.NDArray[np.int64]:
+    def slots(
+        self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], block_size: int
+    ) -> npt.NDArray[np.int64]:
         """Slot of the token at each position of the sequence in each row."""
         return self.blocks[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
 

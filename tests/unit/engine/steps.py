@@ -4,15 +4,32 @@ from pathlib import Path
 
 from disagg.core.ids import BlockId, Incarnation, RequestId, SequenceId, StepId
 from disagg.core.request import EmittedToken, SamplingParams
+from disagg.core.roles import Weights
 from disagg.engine.runner import TorchEngine
 from disagg.scheduler.engine import StepPlan, StepRow
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 
 
-def make_engine(path: Path, *, num_blocks: int = 120, block_size: int = 16) -> TorchEngine:
+def make_engine(
+    path: Path,
+    *,
+    num_blocks: int = 120,
+    block_size: int = 16,
+    kernels: str = "auto",
+    weights: Weights = Weights.FP32,
+    kv_dtype: str = "float32",
+) -> TorchEngine:
     """An engine on one thread: tests share the machine."""
-    return TorchEngine(path, num_blocks=num_blocks, block_size=block_size, num_threads=1)
+    return TorchEngine(
+        path,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_threads=1,
+        kernels=kernels,
+        weights=weights,
+        kv_dtype=kv_dtype,
+    )
 
 
 def sequence_id(number: int, choice: int = 0) -> SequenceId:

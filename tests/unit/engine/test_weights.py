@@ -9,7 +9,9 @@ from tests.parity.tiny_models import tiny_model, write_gguf
 from tests.unit.engine.steps import generate, make_engine
 
 from disagg.core.errors import ConfigurationError, ModelLoadError
-from disagg.engine.linears import Float32Linear, linear_factory
+from disagg.core.roles import Weights
+from disagg.engine.linears import LinearMaker
+from disagg.engine.native.library import load_library
 from disagg.engine.weights import load_weights
 from disagg.modelfiles.config import read_config
 
@@ -85,11 +87,24 @@ def test_directories_without_readable_weights_are_refused(tmp_path: Path) -> Non
         load_weights(tmp_path, config)
 
 
-def test_linear_kinds_are_looked_up_by_name() -> None:
-    assert linear_factory("float32") is Float32Linear
-    with pytest.raises(ConfigurationError, match="'float3' is unknown; choose one of: float32"):
-        linear_factory("float3")
-    linear = Float32Linear(torch.eye(3, 5), torch.ones(3))
-    assert linear.num_bytes == 60
-    x = torch.randn(4, 5)
-    torch.testing.assert_close(linear(x), x[:, :3] + 1)
+def test_int8_needs_the_native_kernels() -> None:
+    with pytest.raises(ConfigurationError, match="need the native kernels"):
+        LinearMaker(Weights.INT8, None)
+
+
+@pytest.mark.parametrize(("weights", "kernels"), [(w, k) for w in Weights for k in ("torch", "native")])
+def test_linears_multiply(weights: Weights, kernels: str) -> None:
+    library = load_library() if kernels == "native" else None
+    if library is None and (kernels == "native" or weights is Weights.INT8):
+        pytest.skip("no native kernels here")
+    generator = torch.Generator().manual_seed(1)
+    for num_outputs, num_inputs, num_rows in ((3, 5, 4), (49, 100, 70), (64, 64, 1)):
+        weight, bias = torch.randn(num_outputs, num_inputs, generator=generator), torch.ones(num_outputs)
+        x = torch.randn(num_rows, num_inputs, generator=generator)
+        linear = LinearMaker(weights, library).make(weight, bias)
+        if weights is Weights.FP16:
+            weight = weight.half().float()
+        expected = x.double() @ weight.double().t() + 1
+        tolerance = 0.02 if weights is Weights.INT8 else 1e-6
+        assert (linear(x) - expected).pow(2).mean().sqrt() <= tolerance * expected.std(correction=0)
+        assert linear.num_bytes >= num_outputs * num_inputs

@@ -74,17 +74,20 @@ def _compile(compiler: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         running = []
         for name, (source, flags) in OBJECTS.items():
-            command = [compiler, *COMMON, *flags, "-c", str(SOURCES / source), "-o", f"{scratch}/{name}"]
-            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+            running.append(_start([compiler, *COMMON, *flags, "-c", str(SOURCES / source), "-o", f"{scratch}/{name}"]))
         for process in running:
-            _finish(process)
+            _finish(process, compiler)
         made = f"{scratch}/kernels.so"
-        command = [compiler, "-shared", "-fopenmp", *(f"{scratch}/{name}" for name in OBJECTS), "-o", made]
-        _finish(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        objects = [f"{scratch}/{name}" for name in OBJECTS]
+        _finish(_start([compiler, "-shared", "-fopenmp", *objects, "-o", made]), compiler)
         os.replace(made, library)  # whoever looks sees all of it or nothing
 
 
-def _finish(process: subprocess.Popen[bytes]) -> None:
+def _start(command: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def _finish(process: subprocess.Popen[bytes], compiler: str) -> None:
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -94,7 +97,7 @@ def _finish(process: subprocess.Popen[bytes]) -> None:
     if process.returncode:
         lines = output.decode(errors="replace").splitlines()
         reason = next((line for line in lines if "error" in line), lines[-1] if lines else "no output")
-        raise BuildError(f"{process.args[0]} failed: {reason}")  # type: ignore[index]
+        raise BuildError(f"{compiler} failed: {reason}")
 
 
 if __name__ == "__main__":

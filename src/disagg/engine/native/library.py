@@ -83,9 +83,7 @@ class NativeLibrary:
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """x [M, width] += delta, in place; x over its root mean square, times weight."""
         y = torch.empty_like(x)
-        self._library.disagg_add_norm(
-            *x.shape, x.data_ptr(), _pointer(delta), weight.data_ptr(), eps, y.data_ptr()
-        )
+        self._library.disagg_add_norm(*x.shape, x.data_ptr(), _pointer(delta), weight.data_ptr(), eps, y.data_ptr())
         return y
 
     def gate(self, x: Tensor) -> Tensor:
@@ -106,7 +104,7 @@ class NativeLibrary:
         eps: float,
         cache: tuple[Tensor, Tensor],
     ) -> None:
-        """Turn the queries of qkv [M, (heads + 2 * kv heads) * head_dim] in place; keys, turned, and values go to slots.
+        """Turn the queries of qkv [M, (heads + 2 * kv heads) * head_dim] in place; put away keys and values.
 
         cache: keys and values [slot, kv head, head_dim], float32 or float16. positions, slots [M], int64.
         """
