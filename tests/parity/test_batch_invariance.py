@@ -13,9 +13,9 @@ from tests.parity.tiny_models import TINY_VOCAB, write_tiny_model
 from tests.unit.engine.steps import GREEDY, generate, make_engine, make_row, run, sequence_id
 from torch import Tensor
 
+from disagg.core.formats import Kernels, Weights
 from disagg.core.ids import BlockId
 from disagg.core.request import SamplingParams
-from disagg.core.roles import Weights
 from disagg.core.spans import KvLayout
 from disagg.engine.arena import KvArena
 from disagg.engine.attention import AttentionBackend, RowSpan, TiledAttention
@@ -32,6 +32,7 @@ BIG_SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576)]
 HEAD_SHAPE = (576, 49152)
 TINY_SHAPES = [(72, 120), (72, 72), (72, 224), (112, 72), (72, 313), (48, 80)]
 ALL_SIZES = [*range(1, 65), 100, 128, 256, 512]
+CHOICES = (Kernels.TORCH, Kernels.NATIVE)
 SOME_SIZES = [1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 33, 48, 57, 64]
 
 
@@ -57,10 +58,10 @@ def native() -> NativeLibrary:
     return library
 
 
-def maker(kernels: str, weights: Weights) -> LinearMaker:
-    if kernels == "torch" and weights is Weights.INT8:
+def maker(kernels: Kernels, weights: Weights) -> LinearMaker:
+    if kernels is Kernels.TORCH and weights is Weights.INT8:
         pytest.skip("int8 needs the native kernels")
-    return LinearMaker(weights, native() if kernels == "native" else None)
+    return LinearMaker(weights, native() if kernels is Kernels.NATIVE else None)
 
 
 def random_tensor(*shape: int, seed: int = 0) -> Tensor:
@@ -68,10 +69,10 @@ def random_tensor(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("kernels", CHOICES)
 @pytest.mark.parametrize("weights", Weights)
-def test_linears_are_row_invariant(weights: Weights, kernels: str, has_bias: bool, num_threads: int) -> None:
-    linears, kind = maker(kernels, weights), f"{kernels} {weights.value}"
+def test_linears_are_row_invariant(weights: Weights, kernels: Kernels, has_bias: bool, num_threads: int) -> None:
+    linears, kind = maker(kernels, weights), f"{kernels.value} {weights.value}"
     for num_inputs, num_outputs in [*TINY_SHAPES, *BIG_SHAPES, *([] if has_bias else [HEAD_SHAPE])]:
         bias = random_tensor(num_outputs) if has_bias else None
         linear = linears.make(random_tensor(num_outputs, num_inputs) * 0.05, bias)
@@ -81,9 +82,9 @@ def test_linears_are_row_invariant(weights: Weights, kernels: str, has_bias: boo
         print(f"{kind} {num_inputs} -> {num_outputs}, bias {has_bias}, {num_threads} threads: bit-equal")
 
 
-@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("kernels", CHOICES)
 @pytest.mark.parametrize("weights", Weights)
-def test_linears_give_the_same_bits_with_one_and_two_threads(weights: Weights, kernels: str) -> None:
+def test_linears_give_the_same_bits_with_one_and_two_threads(weights: Weights, kernels: Kernels) -> None:
     """Workers of one pair may have different numbers of cores."""
     before, linears = torch.get_num_threads(), maker(kernels, weights)
     for num_inputs, num_outputs in [*TINY_SHAPES, *BIG_SHAPES]:
@@ -142,12 +143,12 @@ def test_elementwise_parts_are_row_invariant(width: int, num_threads: int) -> No
 
 
 @pytest.mark.parametrize("width", [112, 1000, 1536, 37])
-@pytest.mark.parametrize("kernels", ["torch", "native"])
-def test_gates_and_norms_are_row_invariant(kernels: str, width: int, num_threads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", CHOICES)
+def test_gates_and_norms_are_row_invariant(kernels: Kernels, width: int, num_threads: int, tmp_path: Path) -> None:
     sizes = [*range(1, 48), 100, 333]
     engine = make_engine(write_tiny_model(tmp_path, "llama", tie_embeddings=True), kernels=kernels)
     operations, weight = engine.operations, random_tensor(width)
-    gate = operations.gate if kernels == "torch" else native().gate
+    gate = operations.gate if kernels is Kernels.TORCH else native().gate
     assert is_row_invariant(gate, random_tensor(512, 2 * width) * 3, sizes)
     delta = random_tensor(512, width, seed=5)
 
@@ -158,22 +159,22 @@ def test_gates_and_norms_are_row_invariant(kernels: str, width: int, num_threads
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16"])
-@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("kernels", CHOICES)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"),
     [(9, 3, 64), (6, 2, 12), (4, 4, 16), (14, 2, 64), (8, 2, 128), (8, 1, 80)],
 )
 def test_attention_is_independent_of_batch_and_chunks(
-    num_heads: int, num_kv_heads: int, head_dim: int, kernels: str, cache_dtype: str, num_threads: int
+    num_heads: int, num_kv_heads: int, head_dim: int, kernels: Kernels, cache_dtype: str, num_threads: int
 ) -> None:
     """700 tokens at once; in chunks; token by token; and each token decoded beside seven others of other lengths."""
-    if kernels == "native" and head_dim % 16:
+    if kernels is Kernels.NATIVE and head_dim % 16:
         pytest.skip("the native kernels take head dims in multiples of 16")
     length, block_size = 700, 16
     arena = KvArena(KvLayout(1, num_kv_heads, head_dim, cache_dtype, block_size), 200)
     tables = BlockTables(200)
     attention: AttentionBackend = TiledAttention(arena, tables, num_heads)
-    if kernels == "native":
+    if kernels is Kernels.NATIVE:
         attention = NativeAttention(native(), arena, tables)
     arena.tensor.copy_(random_tensor(*arena.tensor.shape))
     order = np.random.default_rng(0).permutation(200)
@@ -204,7 +205,7 @@ def test_attention_is_independent_of_batch_and_chunks(
         spans.append(RowSpan(len(positions), 30, 200, table_row))
         rows = torch.cat([queries[positions], queries[200:230]])
         assert torch.equal(attention.attend(0, rows, attention.plan(spans)), whole[[*positions, *range(200, 230)]])
-    print(f"{kernels} attention {num_heads}/{num_kv_heads} x {head_dim}, {num_threads} threads: bit-equal")
+    print(f"{kernels.value} attention {num_heads}/{num_kv_heads} x {head_dim}, {num_threads} threads: bit-equal")
 
 
 ENGINES = [("torch", "fp32", "llama"), ("torch", "fp32", "qwen2"), ("torch", "fp16", "llama")]
@@ -214,10 +215,10 @@ ENGINES += [("native", weights.value, family) for weights in Weights for family 
 @pytest.fixture(scope="module", params=ENGINES, ids=" ".join)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
     kernels, weights, family = request.param
-    if kernels == "native":
+    if kernels == Kernels.NATIVE:
         native()
     path = write_tiny_model(tmp_path_factory.mktemp("tiny"), family, tie_embeddings=False, hidden_size=96)
-    return make_engine(path, num_blocks=200, kernels=kernels, weights=Weights(weights))
+    return make_engine(path, num_blocks=200, kernels=Kernels(kernels), weights=Weights(weights))
 
 
 def stored(engine: TorchEngine, blocks: list[int], num_tokens: int) -> Tensor:
@@ -234,7 +235,7 @@ def test_every_instruction_set_gives_the_same_bits(weights: Weights, tmp_path: P
     try:
         for isa in (isa for isa in Isa if Isa.NONE < isa <= best):
             assert library.choose_isa(isa) is isa
-            engine = make_engine(path, num_blocks=20, kernels="native", weights=weights)
+            engine = make_engine(path, num_blocks=20, kernels=Kernels.NATIVE, weights=weights)
             tokens = generate(engine, prompt, list(range(15)), 20, chunk=150)
             seen.append((tokens, stored(engine, list(range(15)), 219)))
     finally:

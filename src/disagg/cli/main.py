@@ -17,6 +17,7 @@ from disagg.cli import options as opt
 from disagg.cli.sizes import format_bytes, parse_address, parse_bytes, parse_cores, parse_models
 from disagg.cluster.plan import PoolSizes, check_pool_sizes, check_ports, plan_local
 from disagg.core.errors import ConfigurationError, DisaggError
+from disagg.core.formats import Weights
 from disagg.core.roles import Role
 from disagg.modelfiles.fetch import served_name as default_served_name
 from disagg.policy.restart import DEFAULT_RESTART_POLICY, RestartPolicy
@@ -71,12 +72,21 @@ def serve(
     served_name: opt.ServedName = "",
     max_context: opt.MaxContext = _WORKER.max_context,
     numerics: opt.NumericsOption = _WORKER.numerics,
+    weights: opt.WeightsOption = _WORKER.weights,
+    prefill_weights: Annotated[
+        Weights | None, typer.Option(help="Of prefill workers, if other than --weights.", rich_help_panel=opt.POOLS)
+    ] = None,
+    decode_weights: Annotated[
+        Weights | None, typer.Option(help="Of decode workers, if other than --weights.", rich_help_panel=opt.POOLS)
+    ] = None,
+    kernels: opt.KernelsOption = _WORKER.kernels,
     host: opt.Host = _ROUTER.host,
     port: opt.Port = _ROUTER.port,
     control_port: opt.ControlPort = 0,
     max_open_requests: opt.MaxOpenRequests = _ROUTER.max_open_requests,
     max_body_bytes: opt.MaxBodyBytes = _MAX_BODY,
     kv_memory: opt.KvMemory = _KV_MEMORY,
+    kv_dtype: opt.KvDtypeOption = _WORKER.kv_dtype,
     num_blocks: opt.NumBlocks = _WORKER.num_blocks,
     block_size: opt.BlockSize = _WORKER.block_size,
     chunk_tokens: opt.ChunkTokens = _WORKER.chunk_tokens,
@@ -139,8 +149,12 @@ def serve(
         drain_timeout_s=drain_timeout_s,
         beat_interval_s=beat_interval_s,
         numerics=numerics,
+        weights=weights,
+        kv_dtype=kv_dtype,
+        kernels=kernels,
     )
-    plan = plan_local(router_config, template, sizes)
+    by_role = {Role.PREFILL: prefill_weights or weights, Role.DECODE: decode_weights or weights}
+    plan = plan_local(router_config, template, sizes, weights=by_role)
     plan = msgspec.structs.replace(
         plan, restart=RestartPolicy(max_delay_s=max_restart_delay_s, max_crashes=max_crashes)
     )
@@ -167,7 +181,10 @@ def worker(
     served_name: opt.ServedName = "",
     max_context: opt.MaxContext = _WORKER.max_context,
     numerics: opt.NumericsOption = _WORKER.numerics,
+    weights: opt.WeightsOption = _WORKER.weights,
+    kernels: opt.KernelsOption = _WORKER.kernels,
     kv_memory: opt.KvMemory = _KV_MEMORY,
+    kv_dtype: opt.KvDtypeOption = _WORKER.kv_dtype,
     num_blocks: opt.NumBlocks = _WORKER.num_blocks,
     block_size: opt.BlockSize = _WORKER.block_size,
     chunk_tokens: opt.ChunkTokens = _WORKER.chunk_tokens,
@@ -205,6 +222,9 @@ def worker(
         drain_timeout_s=drain_timeout_s,
         beat_interval_s=beat_interval_s,
         numerics=numerics,
+        weights=weights,
+        kv_dtype=kv_dtype,
+        kernels=kernels,
     )
     raise SystemExit(launch.run_worker(config))
 

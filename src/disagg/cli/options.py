@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from disagg.core.formats import Kernels, KvDtype, Weights
 from disagg.core.roles import HandoffMode, Numerics
 
 MODEL = "Model"
@@ -52,6 +53,15 @@ MaxOpenRequests = Annotated[
     int, typer.Option(help="Requests in flight; one more gets HTTP 429.", rich_help_panel=NETWORK)
 ]
 
+WeightsOption = Annotated[
+    Weights,
+    typer.Option("--weights", help="How weights are stored.", rich_help_panel=POOLS),
+]
+KernelsOption = Annotated[
+    Kernels,
+    typer.Option("--kernels", help="Whose code computes; auto: native where it can be had.", rich_help_panel=POOLS),
+]
+KvDtypeOption = Annotated[KvDtype, typer.Option("--kv-dtype", help="Numbers of the KV cache.", rich_help_panel=MEMORY)]
 KvMemory = Annotated[
     str, typer.Option("--kv-memory", help="KV cache per worker, such as 512M or 2G.", rich_help_panel=MEMORY)
 ]

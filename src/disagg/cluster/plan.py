@@ -2,17 +2,21 @@
 
 import errno
 import socket
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
 from disagg.cluster.cores import CoreShare, split_cores
 from disagg.core.errors import ConfigurationError
-from disagg.core.roles import Role
+from disagg.core.formats import Weights
+from disagg.core.roles import Numerics, Role
 from disagg.policy.restart import DEFAULT_RESTART_POLICY, RestartPolicy
 from disagg.router.config import RouterConfig
 from disagg.worker.config import WorkerConfig
 
 MAX_LOCAL_WORKERS = 256
+NO_WEIGHTS: Mapping[Role, Weights] = MappingProxyType({})
 
 
 class PoolSizes(msgspec.Struct, frozen=True):
@@ -56,22 +60,36 @@ def check_pool_sizes(sizes: PoolSizes) -> None:
 
 
 def plan_local(
-    router: RouterConfig, template: WorkerConfig, sizes: PoolSizes, shares: tuple[CoreShare, ...] | None = None
+    router: RouterConfig,
+    template: WorkerConfig,
+    sizes: PoolSizes,
+    shares: tuple[CoreShare, ...] | None = None,
+    weights: Mapping[Role, Weights] = NO_WEIGHTS,
 ) -> LocalPlan:
     """Workers named prefill-0, decode-0, mixed-0 and so on, each like `template` but for role, name and cores.
 
-    Cores and threads that the template sets are kept. Raises ConfigurationError.
+    weights: of some roles, where they differ from the template's. Cores and threads that the template sets are kept.
+    Raises ConfigurationError.
     """
     check_pool_sizes(sizes)
+    _check_weights(template, {weights.get(role, template.weights) for _, role in sizes.roles()})
     shares = split_cores(sizes.total) if shares is None else shares
     has_own_cores = not template.cores and template.num_threads is None and template.device in ("auto", "cpu")
     workers = []
     for (worker_id, role), share in zip(sizes.roles(), shares, strict=True):
-        worker = msgspec.structs.replace(template, worker_id=worker_id, role=role)
+        kind = weights.get(role, template.weights)
+        worker = msgspec.structs.replace(template, worker_id=worker_id, role=role, weights=kind)
         if has_own_cores:
             worker = msgspec.structs.replace(worker, cores=share.cores, num_threads=share.num_threads)
         workers.append(worker)
     return LocalPlan(router, tuple(workers))
+
+
+def _check_weights(template: WorkerConfig, kinds: set[Weights]) -> None:
+    if len(kinds) > 1 and template.numerics is Numerics.EXACT:
+        names = " and ".join(sorted(kind.value for kind in kinds))
+        text = f"workers with {names} weights give unlike answers, and exact numerics promise equal ones"
+        raise ConfigurationError(f"{text}: add --numerics bounded, or choose one kind of weights")
 
 
 def check_ports(router: RouterConfig) -> None:

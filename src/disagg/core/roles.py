@@ -28,14 +28,6 @@ class Numerics(enum.StrEnum):
     BOUNDED = "bounded"
 
 
-class Weights(enum.StrEnum):
-    """How a worker stores the weights of its matrix products."""
-
-    FP32 = "fp32"
-    FP16 = "fp16"
-    INT8 = "int8"  # with a scale per 64 inputs; inputs are rounded likewise
-
-
 class HandoffMode(enum.StrEnum):
     """When the prefill side sends: after each layer of each chunk, or once after the whole prompt."""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from disagg.core.errors import ConfigurationError
-from disagg.core.roles import Weights
+from disagg.core.formats import Weights
 from disagg.engine.invariance import NO_LIMIT, RowRule, find_row_rule
 from disagg.engine.native.library import INT8_PANEL, PANEL, NativeLibrary, pack_bias, pack_int8, pack_panels
 

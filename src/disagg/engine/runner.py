@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from disagg.core.errors import ConfigurationError, InternalFault
+from disagg.core.formats import Kernels, KvDtype, Weights
 from disagg.core.request import EmittedToken
-from disagg.core.roles import Weights
 from disagg.core.spans import KvLayout
 from disagg.engine.arena import KvArena
 from disagg.engine.attention import AttentionBackend, RowSpan, TiledAttention
@@ -56,8 +56,8 @@ class TorchEngine:
         device: str = "cpu",
         num_threads: int | None = None,
         weights: Weights = Weights.FP32,
-        kv_dtype: str = "float32",
-        kernels: str = "auto",
+        kv_dtype: KvDtype = KvDtype.FLOAT32,
+        kernels: Kernels = Kernels.AUTO,
     ) -> None:
         if block_size < 1:
             raise ConfigurationError(f"block_size={block_size}: a block holds at least 1 token")
@@ -68,7 +68,7 @@ class TorchEngine:
         self.device = _checked_device(device)
         self.config: ModelConfig = read_config(model_path)
         self._library = choose_library(kernels, self.device)
-        self._arena = KvArena(self.config.kv_layout(block_size, kv_dtype), num_blocks, device=device)
+        self._arena = KvArena(self.config.kv_layout(block_size, kv_dtype.value), num_blocks, device=device)
         self._tables = BlockTables(num_blocks)
         with torch.inference_mode():
             self._attention, self.operations = self._backends()
@@ -80,7 +80,7 @@ class TorchEngine:
     def _backends(self) -> tuple[AttentionBackend, Operations]:
         rotary = rotary_tables(self.config, self.device)
         library, is_fitting = self._library, self.config.head_dim % NATIVE_HEAD_DIM == 0
-        if library is not None and is_fitting and self.layout.dtype in ("float32", "float16"):
+        if library is not None and is_fitting and self.layout.dtype in [dtype.value for dtype in KvDtype]:
             library.set_num_threads(torch.get_num_threads())
             return (
                 NativeAttention(library, self._arena, self._tables),

@@ -32,6 +32,7 @@ class PoolCard(msgspec.Struct, frozen=True, array_like=True):
     numerics: Numerics
     vocab_size: int
     max_context: int  # tokens
+    arithmetic: str = ""  # weights and kernels: what must be equal for answers to be equal
 
 
 class WorkerCard(msgspec.Struct, frozen=True, array_like=True):

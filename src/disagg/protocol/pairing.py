@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import Failure, FailureKind
-from disagg.core.roles import Role
+from disagg.core.roles import Numerics, Role
 from disagg.core.spans import DTYPE_BYTES
 from disagg.protocol.messages import WorkerCard
 
@@ -16,6 +16,7 @@ _EQUAL: tuple[tuple[str, Callable[[WorkerCard], object]], ...] = (
     ("model digest", lambda card: card.pool.model_digest),
     ("tokenizer digest", lambda card: card.pool.tokenizer_digest),
     ("numerics", lambda card: card.pool.numerics.value),
+    ("arithmetic", lambda card: card.pool.arithmetic if card.pool.numerics is Numerics.EXACT else None),
     ("vocabulary size", lambda card: card.pool.vocab_size),
     ("KV dtype", lambda card: card.layout.dtype),
     ("number of layers", lambda card: card.layout.num_layers),

@@ -4,6 +4,7 @@ import msgspec
 
 from disagg.channel.channel import DEFAULT_BEAT_INTERVAL_S
 from disagg.core.errors import ConfigurationError
+from disagg.core.formats import Kernels, KvDtype, Weights
 from disagg.core.roles import HandoffMode, Numerics, Role
 
 
@@ -33,6 +34,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 60.0  # for what runs, once told to end
     beat_interval_s: float = DEFAULT_BEAT_INTERVAL_S  # a peer silent for two of these is lost
     numerics: Numerics = Numerics.EXACT
+    weights: Weights = Weights.FP32
+    kv_dtype: KvDtype = KvDtype.FLOAT32
+    kernels: Kernels = Kernels.AUTO
 
     def __post_init__(self) -> None:
         limits = (

@@ -26,7 +26,7 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
     from disagg.engine.runner import TorchEngine
 
     model = read_config(model_path)
-    layout = model.kv_layout(config.block_size)
+    layout = model.kv_layout(config.block_size, config.kv_dtype.value)
     num_blocks = config.num_blocks or max_blocks_for(layout, config.kv_memory_bytes)
     engine = TorchEngine(
         model_path,
@@ -34,6 +34,9 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
         block_size=config.block_size,
         device=resolve_device(config.device),
         num_threads=config.num_threads,
+        weights=config.weights,
+        kv_dtype=config.kv_dtype,
+        kernels=config.kernels,
     )
     pool = PoolCard(
         model=config.served_name,
@@ -42,5 +45,6 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
         numerics=Numerics(config.numerics),
         vocab_size=model.vocab_size,
         max_context=min(model.max_context, config.max_context or model.max_context),
+        arithmetic=engine.arithmetic,
     )
     return LoadedEngine(engine, pool)

@@ -15,6 +15,7 @@ from disagg.cli.main import app, main
 from disagg.cluster.command_line import router_arguments, worker_arguments
 from disagg.cluster.plan import LocalPlan
 from disagg.core.errors import ConfigurationError
+from disagg.core.formats import Kernels, KvDtype, Weights
 from disagg.core.roles import HandoffMode, Numerics, Role
 from disagg.router.config import RouterConfig
 from disagg.worker.config import WorkerConfig
@@ -90,6 +91,9 @@ def test_every_worker_field_survives_the_command_line(launched: Launched, monkey
         drain_timeout_s=4.5,
         beat_interval_s=0.1,
         numerics=Numerics.BOUNDED,
+        weights=Weights.INT8,
+        kv_dtype=KvDtype.FLOAT16,
+        kernels=Kernels.TORCH,
     )
     defaults = [f.name for f in msgspec.structs.fields(config) if getattr(config, f.name) == f.default]
     assert defaults == []
@@ -122,6 +126,13 @@ def test_every_router_field_survives_the_command_line(launched: Launched, monkey
     assert run(monkeypatch, *router_arguments(config)) == 0
     expected = msgspec.structs.replace(config, models=(("a", "/models/x"), ("b", "/models/y")))
     assert launched.routers == [expected]
+
+
+def test_serve_takes_weights_for_each_phase(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["serve", "/m", "--prefill", "1", "--decode", "1", "--port", "0", "--decode-weights", "fp16"]
+    assert run(monkeypatch, *arguments, "--weights", "int8", "--numerics", "bounded") == 0
+    assert [worker.weights for worker in launched.plans[0].workers] == [Weights.INT8, Weights.FP16]
+    assert run(monkeypatch, *arguments, "--weights", "int8") == 2
 
 
 def test_serve_plans_workers_of_each_role(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:

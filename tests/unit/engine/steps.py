@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from disagg.core.formats import Kernels, KvDtype, Weights
 from disagg.core.ids import BlockId, Incarnation, RequestId, SequenceId, StepId
 from disagg.core.request import EmittedToken, SamplingParams
-from disagg.core.roles import Weights
 from disagg.engine.runner import TorchEngine
 from disagg.scheduler.engine import StepPlan, StepRow
 
@@ -16,9 +16,9 @@ def make_engine(
     *,
     num_blocks: int = 120,
     block_size: int = 16,
-    kernels: str = "auto",
+    kernels: Kernels = Kernels.AUTO,
     weights: Weights = Weights.FP32,
-    kv_dtype: str = "float32",
+    kv_dtype: KvDtype = KvDtype.FLOAT32,
 ) -> TorchEngine:
     """An engine on one thread: tests share the machine."""
     return TorchEngine(

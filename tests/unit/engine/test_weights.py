@@ -9,7 +9,7 @@ from tests.parity.tiny_models import tiny_model, write_gguf
 from tests.unit.engine.steps import generate, make_engine
 
 from disagg.core.errors import ConfigurationError, ModelLoadError
-from disagg.core.roles import Weights
+from disagg.core.formats import Weights
 from disagg.engine.linears import LinearMaker
 from disagg.engine.native.library import load_library
 from disagg.engine.weights import load_weights

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from disagg.core.errors import ConfigurationError
+from disagg.core.formats import Kernels
 from disagg.engine.native.build import BuildError, build
 
 _log = logging.getLogger(__name__)
@@ -174,12 +175,10 @@ def load_library() -> NativeLibrary | None:
     return library
 
 
-def choose_library(kernels: str, device: torch.device) -> NativeLibrary | None:
-    """By name: `auto`, `native` or `torch`. Raises ConfigurationError when native ones are asked for and not here."""
-    if kernels not in ("auto", "native", "torch"):
-        raise ConfigurationError(f"kernels {kernels!r} are unknown; choose auto, native or torch")
-    library = load_library() if kernels != "torch" and device.type == "cpu" else None
-    if kernels == "native" and library is None:
+def choose_library(kernels: Kernels, device: torch.device) -> NativeLibrary | None:
+    """None: torch's own. Raises ConfigurationError when native kernels are asked for and not here."""
+    library = load_library() if kernels is not Kernels.TORCH and device.type == "cpu" else None
+    if kernels is Kernels.NATIVE and library is None:
         raise ConfigurationError("native kernels are not here: they need an x86-64 CPU with AVX2 and a C++ compiler")
     return library
 

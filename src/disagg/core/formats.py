@@ -1,0 +1,26 @@
+"""How numbers are stored."""
+
+import enum
+
+
+class Weights(enum.StrEnum):
+    """Of matrix products."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    INT8 = "int8"  # with a scale per output and 64 inputs; inputs are rounded likewise
+
+
+class KvDtype(enum.StrEnum):
+    """Of the KV cache; the values are those of KvLayout.dtype."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+
+
+class Kernels(enum.StrEnum):
+    """Whose code computes."""
+
+    AUTO = "auto"  # native where they can be had
+    NATIVE = "native"  # compiled for this machine's CPU
+    TORCH = "torch"
