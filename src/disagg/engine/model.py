@@ -12,7 +12,6 @@ treats rows independently, bit for bit.
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -21,6 +20,7 @@ from disagg.engine.arena import KvArena
 from disagg.engine.attention import AttentionBackend, AttentionPlan
 from disagg.engine.invariance import RowRule
 from disagg.engine.linears import Linear, linear_factory
+from disagg.engine.rotary import rotary_tables
 from disagg.engine.weights import WeightTable
 from disagg.modelfiles.config import ModelConfig
 
@@ -147,19 +147,3 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned[..., :half] -= heads[..., half:] * sin[..., :half]
     turned[..., half:] += heads[..., :half] * sin[..., half:]
     return turned
-
-
-def rotary_tables(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [max_context, head_dim] of every position's angles.
-
-    Angles are float32 products, as in the reference implementation; their cosines are taken in float64 by numpy so that
-    the number of torch threads cannot change a bit.
-    """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = np.power(config.rope_theta, -exponents.astype(np.float64)).astype(np.float32)
-    factors = np.array(config.rope_factors or 1.0, np.float32)
-    positions = np.arange(config.max_context, dtype=np.float32)
-    angles = np.multiply.outer(positions, frequencies / factors).astype(np.float64)
-    twice = np.concatenate([angles, angles], axis=1)
-    cos, sin = np.cos(twice).astype(np.float32), np.sin(twice).astype(np.float32)
-    return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
