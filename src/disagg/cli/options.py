@@ -51,6 +51,10 @@ MaxBodyBytes = Annotated[
 MaxOpenRequests = Annotated[
     int, typer.Option(help="Requests in flight; one more gets HTTP 429.", rich_help_panel=NETWORK)
 ]
+MaxQueueS = Annotated[
+    float,
+    typer.Option(help="Seconds a request may queue without a token; then HTTP 503.", rich_help_panel=NETWORK),
+]
 
 KvMemory = Annotated[
     str, typer.Option("--kv-memory", help="KV cache per worker, such as 512M or 2G.", rich_help_panel=MEMORY)
