@@ -63,10 +63,11 @@ docs: $(STAMP) ## rewrite what is generated in docs/
 	$(PY) tools/write_docs.py
 
 .PHONY: bench
-bench: $(STAMP) ## every benchmark, on a quiet machine: 20 minutes (ARGS=--quick: 5)
+bench: $(STAMP) ## every benchmark, on a quiet machine: 25 minutes (ARGS=--quick: 7)
 	@echo "== transport"; $(PY) benchmarks/transport.py
 	@echo "== hand-off cost"; $(PY) benchmarks/handoff_cost.py $(ARGS)
 	@echo "== recovery"; $(PY) benchmarks/recovery.py $(ARGS)
+	@echo "== overload"; $(PY) benchmarks/overload.py $(ARGS)
 	@echo "== interference"; $(PY) benchmarks/interference.py $(ARGS)
 
 .PHONY: clean

@@ -5,7 +5,17 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 TINY_VOCAB = 313
 TINY_CONTEXT = 700
@@ -19,9 +29,13 @@ def tiny_model(
     rope_scaling: dict[str, object] | None = None,
     num_layers: int = 3,
     num_kv_heads: int = 2,
+    sliding_window: int | None = None,
     hidden_size: int = 72,
 ) -> PreTrainedModel:
-    """A seeded model in memory: 6 heads over 2, odd sizes, weights wide enough for models to disagree."""
+    """A seeded model in memory: 6 heads over 2, odd sizes, weights wide enough for models to disagree.
+
+    Qwen3's heads are wider than hidden_size / 6; sliding_window is Mistral's.
+    """
     sizes: dict[str, object] = {
         "vocab_size": TINY_VOCAB,
         "hidden_size": hidden_size,
@@ -42,6 +56,13 @@ def tiny_model(
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.5)
+    elif architecture == "qwen3":
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=20))
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    elif architecture == "mistral":
+        model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=sliding_window))
     else:
         model = LlamaForCausalLM(LlamaConfig(**sizes))
     return model.float().eval()
@@ -65,7 +86,7 @@ def write_tiny_model(
 def write_gguf(
     path: Path, model: PreTrainedModel, kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32
 ) -> Path:
-    """Write a llama or qwen2 model as GGUF: matrices as `kind`, llama's q and k rows in interleaved order."""
+    """Write a llama, qwen2 or qwen3 model as GGUF: matrices as `kind`, llama's q and k rows in interleaved order."""
     config = model.config
     architecture = config.model_type
     writer = gguf.GGUFWriter(path, architecture)
@@ -76,6 +97,9 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if architecture == "qwen3":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     writer.add_array("tokenizer.ggml.tokens", [f"<{index}>" for index in range(config.vocab_size)])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():

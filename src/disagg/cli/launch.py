@@ -1,9 +1,11 @@
 """The one place where commands load heavy rooms: on first use, so that --help and typing errors answer at once."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
 from disagg.cluster.plan import LocalPlan
+from disagg.core.errors import NotNative
 from disagg.router.config import RouterConfig
 from disagg.worker.config import WorkerConfig
 
@@ -30,12 +32,16 @@ def run_serve(plan: LocalPlan, *, start_timeout_s: float, stop_timeout_s: float)
 
 
 def find_model(name_or_path: str, report: Callable[[str], None]) -> Path:
-    """The model's path, fetched if need be, its description read. Raises ConfigurationError."""
+    """The model's path, fetched if need be, its description read. Raises ConfigurationError.
+
+    Whether a model that is not native can run is for the workers to say.
+    """
     from disagg.modelfiles.config import read_config
     from disagg.modelfiles.fetch import resolve_model
 
     path = resolve_model(name_or_path, report=report)
-    read_config(path)
+    with contextlib.suppress(NotNative):
+        read_config(path)
     return path
 
 

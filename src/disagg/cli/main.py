@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 failed, 2 cannot work as asked (one plain line says why), 130 cut short by a second Ctrl-C.
 """
 
+import contextlib
 import os
 import sys
 from typing import Annotated
@@ -84,6 +85,7 @@ def serve(
     port: opt.Port = _ROUTER.port,
     control_port: opt.ControlPort = 0,
     max_open_requests: opt.MaxOpenRequests = _ROUTER.max_open_requests,
+    max_queue_s: opt.MaxQueueS = _ROUTER.max_queue_s,
     max_body_bytes: opt.MaxBodyBytes = _MAX_BODY,
     kv_memory: opt.KvMemory = _KV_MEMORY,
     kv_dtype: opt.KvDtypeOption = _WORKER.kv_dtype,
@@ -124,6 +126,7 @@ def serve(
         control_port=control_port,
         local_prefill_tokens=local_prefill_tokens,
         max_open_requests=max_open_requests,
+        max_queue_s=max_queue_s,
         beat_interval_s=beat_interval_s,
         max_body_bytes=parse_bytes(max_body_bytes),
     )
@@ -240,6 +243,7 @@ def router(
     control_host: opt.ControlHost = _ROUTER.control_host,
     control_port: opt.ControlPort = _ROUTER.control_port,
     max_open_requests: opt.MaxOpenRequests = _ROUTER.max_open_requests,
+    max_queue_s: opt.MaxQueueS = _ROUTER.max_queue_s,
     max_body_bytes: opt.MaxBodyBytes = _MAX_BODY,
     local_prefill_tokens: opt.LocalPrefillTokens = _ROUTER.local_prefill_tokens,
     beat_interval_s: opt.BeatIntervalS = _ROUTER.beat_interval_s,
@@ -254,6 +258,7 @@ def router(
         control_port=control_port,
         local_prefill_tokens=local_prefill_tokens,
         max_open_requests=max_open_requests,
+        max_queue_s=max_queue_s,
         beat_interval_s=beat_interval_s,
         max_body_bytes=parse_bytes(max_body_bytes),
     )
@@ -279,4 +284,5 @@ def version() -> None:
 
 
 def _say(line: str) -> None:
-    print(f"disagg: {line}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # a full disk costs the line only
+        print(f"disagg: {line}", file=sys.stderr, flush=True)

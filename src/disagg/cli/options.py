@@ -52,6 +52,10 @@ MaxBodyBytes = Annotated[
 MaxOpenRequests = Annotated[
     int, typer.Option(help="Requests in flight; one more gets HTTP 429.", rich_help_panel=NETWORK)
 ]
+MaxQueueS = Annotated[
+    float,
+    typer.Option(help="Seconds a request may queue without a token; then HTTP 503.", rich_help_panel=NETWORK),
+]
 
 WeightsOption = Annotated[
     Weights,

@@ -3,6 +3,7 @@
     DisaggError
       ConfigurationError      what the operator typed or pointed at; one plain line in the terminal
         ModelLoadError        missing file, not a model, unknown architecture
+          NotNative           a whole model, but not of a kind that the engine computes itself
       RequestError            what the client sent
         InvalidRequest        400
         ModelNotFound         404
@@ -31,6 +32,10 @@ class ConfigurationError(DisaggError):
 
 class ModelLoadError(ConfigurationError):
     """The path is not a model that this engine can run."""
+
+
+class NotNative(ModelLoadError):
+    """A whole model of a kind that the engine does not compute itself; a library may."""
 
 
 class RequestError(DisaggError):

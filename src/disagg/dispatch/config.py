@@ -16,5 +16,4 @@ class DispatcherConfig(msgspec.Struct, frozen=True):
     local_prefill_tokens: int = 512  # longest prompt that a decode worker reads itself; 0: never
     max_open_requests: int = 1024
     max_claimed_share: float = 8.0  # promised KV over KV that exists; more is turned away
-    first_token_timeout_s: float = 300.0  # of a placed choice; then it is given up
     recovery: RecoveryLimits = RecoveryLimits()

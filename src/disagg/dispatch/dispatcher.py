@@ -32,7 +32,7 @@ from disagg.dispatch.open_request import Choice, OpenRequest
 from disagg.dispatch.registry import Registry, WorkerRecord
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, TokensDelivered
 from disagg.policy.recovery import Recovery, Verdict, after_failure, at_drain, while_unplaced
-from disagg.policy.routing import NoPlacement, Placement, choose, what_is_missing
+from disagg.policy.routing import NoPlacement, Placement, choose
 from disagg.protocol.lifecycle import ChoiceTrigger
 from disagg.protocol.messages import (
     AbortSequence,
@@ -50,6 +50,7 @@ from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import (
     GENERATED_TOKENS,
     MESSAGES_IGNORED,
+    MOVED_TOKENS,
     MOVES,
     PLACEMENTS,
     PROMPT_TOKENS,
@@ -89,10 +90,7 @@ class Dispatcher:
     def models(self) -> tuple[ModelStatus, ...]:
         statuses = []
         for model in self.registry.models:
-            missing = what_is_missing(self.registry.views(model))
-            refusals = [f.message for record in self.registry.records(model) for f in record.refusals.values()]
-            if missing and refusals:
-                missing = f"{missing}: {'; '.join(refusals)}"
+            missing = self.registry.missing(model)
             limits = self._gate.limits(model)
             statuses.append(ModelStatus(model, not missing, missing, limits.max_context if limits else None))
         return tuple(statuses)
@@ -115,7 +113,7 @@ class Dispatcher:
     def submit(self, request: GenerateRequest, now_s: float) -> tuple[RequestId, list[DispatchAction]]:
         """Open a request. Raises InvalidRequest, ModelNotFound, Unavailable or Overloaded, with nothing left behind."""
         self._now_s = now_s
-        request = self._gate.checked(request, self.num_open)
+        request = self._gate.checked(request, self.num_open, now_s)
         request_id = RequestId(self.config.incarnation, self._next_number)
         self._next_number += 1
         opened = OpenRequest(request_id, request, now_s)
@@ -158,6 +156,7 @@ class Dispatcher:
 
     def _close(self, opened: OpenRequest, outcome: str) -> None:
         self.counters.add(REQUESTS, label=outcome)
+        self._gate.note_ended(self._now_s)
         del self._requests[opened.request_id]
 
     # --- placement ---------------------------------------------------------------------------------------------
@@ -167,9 +166,8 @@ class Dispatcher:
         for opened in list(self._requests.values()):
             for choice in opened.choices:
                 if choice.is_placed and self._deadline_s(choice) <= self._now_s:
-                    seconds = self.config.first_token_timeout_s
-                    text = f"no token came within {seconds:g} s: the workers are overloaded; try again later"
-                    self._give_up(opened, Unavailable(text, retry_after_s=RETRY_AFTER_S))
+                    queued_s = self._now_s - choice.unplaced_since_s
+                    self._give_up(opened, self._gate.queued_too_long(queued_s, self.num_open, self._now_s))
                     break
                 if choice.is_open and not choice.is_placed and not self._try_place(opened, choice):
                     break
@@ -228,10 +226,8 @@ class Dispatcher:
         self.registry.release(choice.sequence_id, choice.workers)
 
     def _deadline_s(self, choice: Choice) -> float:
-        if choice.is_placed:
-            is_waiting = not choice.entry.tokens
-            return choice.unplaced_since_s + self.config.first_token_timeout_s if is_waiting else float("inf")
-        return choice.unplaced_since_s + self.config.recovery.max_unplaced_s if choice.is_open else float("inf")
+        is_first = choice.is_placed and self.registry.is_first_to_read(choice.sequence_id, choice.workers[-1])
+        return choice.deadline_s(self.config.recovery, is_first=is_first)
 
     # --- workers -----------------------------------------------------------------------------------------------
 
@@ -333,6 +329,9 @@ class Dispatcher:
                 # What a retry or a preempted sequence finds cached is this request's own.
                 if was_waiting and choice.attempt == 1:
                     choice.num_cached_tokens = prompt.num_cached_tokens
+                if choice.attempt > 1:
+                    self.counters.add(MOVED_TOKENS, prompt.num_cached_tokens, "cached")
+                    self.counters.add(MOVED_TOKENS, prompt.num_computed_tokens, "computed")
         by_sequence: dict[SequenceId, list[EmittedToken]] = {}
         for token in message.tokens:
             by_sequence.setdefault(token.sequence_id, []).append(token)
@@ -397,6 +396,7 @@ class Dispatcher:
     def check_invariants(self) -> None:
         self.registry.check_invariants()
         self.counters.check_invariants()
+        self._gate.check_invariants()
         placed = set()
         for opened in self._requests.values():
             opened.check_invariants()

@@ -4,6 +4,7 @@ from disagg.core.errors import InternalFault
 from disagg.core.ids import RequestId, SequenceId, WorkerId
 from disagg.core.request import SequenceSpec
 from disagg.dispatch.stream import GenerateRequest
+from disagg.policy.recovery import RecoveryLimits, queue_limit_s
 from disagg.policy.routing import Demand, Path, Placement
 from disagg.protocol.journal import JournalEntry
 from disagg.protocol.lifecycle import CHOICE_TABLE, ChoiceState
@@ -60,6 +61,13 @@ class Choice:
             self.kept_on, self.num_kept_tokens = None, 0
         if self.read_by == worker_id:
             self.read_by = None
+
+    def deadline_s(self, limits: RecoveryLimits, *, is_first: bool) -> float:
+        """When it is given up if nothing happens until then. is_first: its reader has nothing older to read."""
+        if not self.is_open or (self.is_placed and self.entry.tokens):
+            return float("inf")
+        limit_s = queue_limit_s(limits, is_first=is_first) if self.is_placed else limits.max_unplaced_s
+        return self.unplaced_since_s + limit_s
 
     def demand(self) -> Demand:
         spec = self.entry.spec

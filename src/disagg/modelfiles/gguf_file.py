@@ -1,7 +1,7 @@
-"""Reading a GGUF file: metadata as Python values, tensors by name as float32 numpy.
+"""Reading a GGUF file: metadata as Python values, tensors by name as numpy.
 
-The header is walked here rather than by `gguf.GGUFReader`, which takes seconds on a file with a vocabulary in it;
-element types, block sizes and dequantisation come from the `gguf` package.
+The header is walked here rather than by `gguf.GGUFReader`, which takes seconds on a file with a vocabulary in it: lists
+of text are stepped over and decoded when somebody asks. Element types and block sizes come from the `gguf` package.
 
     offset 0   magic "GGUF", u32 version, u64 number of tensors, u64 number of metadata entries
     then       metadata entries (name, type, value), tensor entries (name, shape, type, offset)
@@ -11,20 +11,20 @@ element types, block sizes and dequantisation come from the `gguf` package.
 import math
 import mmap
 import struct
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from disagg.core.errors import ModelLoadError
+from disagg.modelfiles.gguf_blocks import dequantise_into, dequantised_parts
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32  # bytes
 SUPPORTED_VERSIONS = (2, 3)
-BLOCKS_PER_PART = 1 << 12  # dequantised at once: temporaries stay in the cache, few calls are made
 MAX_HEADER_ITEMS = 10_000_000  # a count above this is a damaged header, not a model
 
 Scalar = str | int | float | bool
@@ -45,6 +45,13 @@ _FORMATS: dict[GGUFValueType, str] = {
 }
 
 
+_PLAIN: dict[GGMLQuantizationType, type[np.generic]] = {
+    GGMLQuantizationType.F32: np.float32,
+    GGMLQuantizationType.F16: np.float16,
+    GGMLQuantizationType.BF16: np.int16,
+}
+
+
 class GgufTensor(NamedTuple):
     """Where one tensor lies. `shape` is row-major, as numpy and torch have it (the file stores it reversed)."""
 
@@ -53,6 +60,13 @@ class GgufTensor(NamedTuple):
     kind: GGMLQuantizationType
     offset: int  # bytes from the start of the file
     num_bytes: int
+
+
+class _TextList(NamedTuple):
+    """A list of texts in the header that nobody has asked for yet."""
+
+    offset: int  # of the first text's length
+    number: int
 
 
 class _Cursor:
@@ -74,29 +88,73 @@ class _Cursor:
         return value
 
     def string(self) -> str:
-        length = self.count()
-        start = self.offset
-        self.offset += length
+        start = self.offset + _LENGTH.size
+        self.offset = start + self.count()
         if self.offset > len(self.data):
             raise ValueError("text runs past the end of the file")
-        return self.data[start : self.offset].decode("utf-8", errors="surrogateescape")
+        return _decoded(self.data[start : self.offset])
 
-    def value(self, kind: GGUFValueType) -> Value:
+    def value(self, kind: GGUFValueType) -> Value | _TextList:
         if kind is GGUFValueType.STRING:
             return self.string()
         if kind is GGUFValueType.ARRAY:
             return self._array()
         return self.unpack(_FORMATS[kind])
 
-    def _array(self) -> list[Scalar]:
+    def _array(self) -> list[Scalar] | _TextList:
         kind = GGUFValueType(self.unpack("<I"))
         number = self.count()
         if kind is GGUFValueType.STRING:
-            return [self.string() for _ in range(number)]
+            texts = _TextList(self.offset, number)
+            self._skip_texts(number)
+            return texts
         fmt = f"<{number}{_FORMATS[kind][1]}"
         values = list(struct.unpack_from(fmt, self.data, self.offset))
         self.offset += struct.calcsize(fmt)
         return values
+
+    def _skip_texts(self, number: int) -> None:
+        offset, data, unpack = self.offset, self.data, _LENGTH.unpack_from
+        for _ in range(number):
+            (length,) = unpack(data, offset)
+            offset += _LENGTH.size + length
+        if offset > len(data):
+            raise ValueError("a list of texts runs past the end of the file")
+        self.offset = offset
+
+
+_LENGTH = struct.Struct("<Q")
+
+
+def _decoded(text: bytes) -> str:
+    return text.decode("utf-8", errors="surrogateescape")
+
+
+class _Fields(Mapping[str, Value]):
+    """Metadata by name. A list of texts is decoded once, at the first look."""
+
+    def __init__(self, data: mmap.mmap, stored: dict[str, Value | _TextList]) -> None:
+        self._data = data
+        self._stored = stored
+
+    def __getitem__(self, name: str) -> Value:
+        value = self._stored[name]
+        if isinstance(value, _TextList):
+            value = self._stored[name] = list(self._texts(value))
+        return value
+
+    def _texts(self, texts: _TextList) -> Iterator[str]:
+        offset, data, unpack = texts.offset, self._data, _LENGTH.unpack_from
+        for _ in range(texts.number):
+            start = offset + _LENGTH.size
+            offset = start + unpack(data, offset)[0]
+            yield _decoded(data[start:offset])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
 
 
 def is_gguf(path: Path) -> bool:
@@ -107,6 +165,14 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
+def _map(file_number: int) -> mmap.mmap:
+    """The file in memory. Private to this process where that can be had: torch takes only writable memory uncopied."""
+    try:
+        return mmap.mmap(file_number, 0, access=mmap.ACCESS_COPY)
+    except OSError:  # the system may refuse to promise private memory for a file larger than it has
+        return mmap.mmap(file_number, 0, access=mmap.ACCESS_READ)
+
+
 class GgufFile:
     """An open GGUF file (memory-mapped). Raises ModelLoadError for a file that is not whole."""
 
@@ -115,15 +181,16 @@ class GgufFile:
         if not is_gguf(path):
             raise ModelLoadError(f"{path} is not a GGUF file (it does not start with {MAGIC.decode()}); check the path")
         with path.open("rb") as file:
-            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.fields: dict[str, Value] = {}
+            self._data = _map(file.fileno())
         self.tensors: dict[str, GgufTensor] = {}
+        stored: dict[str, Value | _TextList] = {}
+        self.fields: Mapping[str, Value] = _Fields(self._data, stored)
         try:
-            self._read_header()
+            self._read_header(stored)
         except (struct.error, ValueError, KeyError) as error:
             raise ModelLoadError(f"{path} is a damaged GGUF file ({error}); download it again") from error
 
-    def _read_header(self) -> None:
+    def _read_header(self, fields: dict[str, Value | _TextList]) -> None:
         cursor = _Cursor(self._data, len(MAGIC))
         version = cursor.unpack("<I")
         if version not in SUPPORTED_VERSIONS:
@@ -131,7 +198,7 @@ class GgufFile:
         num_tensors, num_fields = cursor.count(), cursor.count()
         for _ in range(num_fields):
             name = cursor.string()
-            self.fields[name] = cursor.value(GGUFValueType(cursor.unpack("<I")))
+            fields[name] = cursor.value(GGUFValueType(cursor.unpack("<I")))
         entries = [self._tensor_entry(cursor) for _ in range(num_tensors)]
         alignment = self.integer("general.alignment", DEFAULT_ALIGNMENT)
         start = math.ceil(cursor.offset / alignment) * alignment
@@ -180,32 +247,47 @@ class GgufFile:
         return value
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The stored bytes of a tensor, a read-only view of the file: [num_bytes]."""
+        """The stored bytes of a tensor, a view of the file: [num_bytes]. Writing to it does not change the file."""
         tensor = self._tensor(name)
         return np.frombuffer(self._data, np.uint8, tensor.num_bytes, tensor.offset)
 
-    def array(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor as float32, dequantised, in its own shape."""
+    def view(self, name: str) -> npt.NDArray[np.generic] | None:
+        """A tensor stored as numbers, in its own shape, without a copy: float32, float16, or BF16's bits as int16.
+
+        None for one stored in blocks, which has to be dequantised.
+        """
         tensor = self._tensor(name)
-        raw = self.raw(name)
-        if tensor.kind is GGMLQuantizationType.F32:
-            return raw.view(np.float32).reshape(tensor.shape)
-        if tensor.kind is GGMLQuantizationType.F16:
-            return raw.view(np.float16).astype(np.float32).reshape(tensor.shape)
-        flat = np.empty(math.prod(tensor.shape), np.float32)
-        elements_per_block, bytes_per_block = GGML_QUANT_SIZES[tensor.kind]
-        part = BLOCKS_PER_PART * bytes_per_block
+        dtype = _PLAIN.get(tensor.kind)
+        return None if dtype is None else self.raw(name).view(dtype).reshape(tensor.shape)
+
+    def read_into(self, name: str, out: npt.NDArray[np.float32]) -> None:
+        """Write a tensor's values into out, of the tensor's shape, contiguous."""
         try:
-            for index, start in enumerate(range(0, len(raw), part)):
-                values = gguf.quants.dequantize(raw[start : start + part], tensor.kind)
-                first = index * BLOCKS_PER_PART * elements_per_block
-                flat[first : first + len(values)] = values
+            dequantise_into(self.raw(name), self._tensor(name).kind, out.reshape(-1))
         except NotImplementedError as error:
-            raise ModelLoadError(
-                f"tensor {name} of {self.path} is stored as {tensor.kind.name}, which cannot be read; "
-                "convert the model to F16, Q8_0 or Q4_0"
-            ) from error
-        return flat.reshape(tensor.shape)
+            raise self._unreadable(name) from error
+
+    def parts(self, name: str) -> Iterator[npt.NDArray[np.float32]]:
+        """A tensor's values in order, some at a time, each part in the same memory: use it before the next."""
+        try:
+            yield from dequantised_parts(self.raw(name), self._tensor(name).kind)
+        except NotImplementedError as error:
+            raise self._unreadable(name) from error
+
+    def _unreadable(self, name: str) -> ModelLoadError:
+        return ModelLoadError(
+            f"tensor {name} of {self.path} is stored as {self.tensors[name].kind.name}, which cannot be read; "
+            "convert the model to F16, Q8_0 or Q4_0"
+        )
+
+    def array(self, name: str) -> npt.NDArray[np.float32]:
+        """A tensor as float32, dequantised, in its own shape; a view of the file if it is stored so."""
+        tensor = self._tensor(name)
+        if tensor.kind is GGMLQuantizationType.F32:
+            return self.raw(name).view(np.float32).reshape(tensor.shape)
+        out = np.empty(tensor.shape, np.float32)
+        self.read_into(name, out)
+        return out
 
     def _tensor(self, name: str) -> GgufTensor:
         tensor = self.tensors.get(name)

@@ -8,6 +8,16 @@ from disagg.core.errors import Failure, FailureKind
 from disagg.core.roles import Role
 from disagg.policy.routing import WorkerView
 
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0  # what a client that is turned away may be told
+
+
+class Turnover(msgspec.Struct, frozen=True):
+    """What became of requests in the last `seconds`."""
+
+    num_ended: int  # whichever way: each has made room
+    num_turned_away: int
+    seconds: float
+
 
 class Limits(msgspec.Struct, frozen=True):
     """Of one pool: the largest that any of its workers has."""
@@ -57,3 +67,14 @@ def too_much_claimed(workers: Sequence[WorkerView], max_share: float) -> Failure
         return None
     text = f"open requests have been promised {min(shares):.1f} times the KV there is, the limit is {max_share:g}"
     return Failure(FailureKind.OVERLOADED, f"{text}; try again later")
+
+
+def retry_after_s(num_open: int, lately: Turnover) -> float:
+    """When there should be room for one that is turned away now: 1 to 60 seconds.
+
+    As many as were turned away lately may come back, one for each that ends; when all that is open now has ended,
+    there is room in any case. While nothing has ended yet, the first end is taken to be due now.
+    """
+    seconds_each = lately.seconds / max(1, lately.num_ended)
+    num_ahead = min(lately.num_turned_away, max(0, num_open - 1))
+    return min(MAX_RETRY_S, max(MIN_RETRY_S, (num_ahead + 1) * seconds_each))

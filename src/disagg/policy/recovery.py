@@ -20,6 +20,8 @@ class RecoveryLimits(msgspec.Struct, frozen=True):
 
     max_attempts: int = 8  # of one sequence; moves away from a draining worker count too
     max_unplaced_s: float = 30.0  # without a worker that could take it
+    max_queue_s: float = 120.0  # placed, without a first token, behind others in its reader's queue
+    max_first_token_s: float = 300.0  # the same, but first in that queue: its prompt may be under way
     finish_in_place_tokens: int = 32  # a draining worker finishes answers that cannot be longer than this
 
 
@@ -57,3 +59,14 @@ def while_unplaced(unplaced_s: float, missing: str, limits: RecoveryLimits) -> R
     if unplaced_s >= limits.max_unplaced_s:
         return Recovery(Verdict.GIVE_UP, f"no worker could take it for {limits.max_unplaced_s:g} s: {missing}")
     return Recovery(Verdict.LEAVE, missing)
+
+
+def queue_limit_s(limits: RecoveryLimits, *, is_first: bool) -> float:
+    """Seconds that a placed choice may be without a token. is_first: its reader has nothing older to read."""
+    return max(limits.max_queue_s, limits.max_first_token_s) if is_first else limits.max_queue_s
+
+
+def queued_too_long(queued_s: float, limits: RecoveryLimits) -> str:
+    """Why a placed choice is given up: the workers have more to do than they can."""
+    limit = f"the limit is {limits.max_queue_s:g} s behind others (--max-queue-s), {limits.max_first_token_s:g} s else"
+    return f"no token came within {queued_s:.0f} s, {limit}: the workers are overloaded; try again later"

@@ -4,6 +4,7 @@ import msgspec
 
 from disagg.channel.channel import DEFAULT_BEAT_INTERVAL_S
 from disagg.core.errors import ConfigurationError
+from disagg.policy.recovery import RecoveryLimits
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,6 +17,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     control_port: int = 8001  # where workers register; 0: any free one
     local_prefill_tokens: int = 512  # prompts with at most this many uncached tokens stay on the decode worker; 0: none
     max_open_requests: int = 1024
+    max_queue_s: float = RecoveryLimits().max_queue_s  # without a first token, behind others; then 503
     beat_interval_s: float = DEFAULT_BEAT_INTERVAL_S  # a worker silent for two of these is lost
     max_body_bytes: int = 8 << 20
 
@@ -38,8 +40,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         for field, value, least in limits:
             if value < least:
                 raise ConfigurationError(f"{field} is {value}: it must be at least {least}")
-        if self.beat_interval_s <= 0:
-            raise ConfigurationError(f"beat_interval_s is {self.beat_interval_s:g}: it must be above 0 seconds")
+        for field, seconds in (("beat_interval_s", self.beat_interval_s), ("max_queue_s", self.max_queue_s)):
+            if not seconds > 0:
+                raise ConfigurationError(f"{field} is {seconds:g}: it must be above 0 seconds")
 
 
 class Announcement(msgspec.Struct, frozen=True):

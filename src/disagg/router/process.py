@@ -18,6 +18,7 @@ from disagg.dispatch.config import DispatcherConfig
 from disagg.dispatch.dispatcher import Dispatcher
 from disagg.modelfiles.fetch import resolve_model
 from disagg.modelfiles.tokenizer import load_tokenizer
+from disagg.policy.recovery import RecoveryLimits
 from disagg.router.app import create_app
 from disagg.router.config import Announcement, RouterConfig, encode_announcement
 from disagg.router.listening import listen
@@ -48,6 +49,7 @@ async def _serve(config: RouterConfig, texts: dict[str, ModelText]) -> None:
             tokenizer_digests={name: text.tokenizer.digest for name, text in texts.items()},
             local_prefill_tokens=config.local_prefill_tokens,
             max_open_requests=config.max_open_requests,
+            recovery=RecoveryLimits(max_queue_s=config.max_queue_s),
         )
     )
     service = LiveService(dispatcher, beat_interval_s=config.beat_interval_s)
@@ -64,7 +66,8 @@ async def _serve(config: RouterConfig, texts: dict[str, ModelText]) -> None:
         server = _HttpServer(app)
         running = asyncio.create_task(server.serve(sockets=[http]))
         host, port = http.getsockname()[:2]
-        print(encode_announcement(Announcement(f"{host}:{port}", control)), flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it where stdout is a full disk
+            print(encode_announcement(Announcement(f"{host}:{port}", control)), flush=True)
         await _told_to_stop(running)
         await service.close()
         server.should_exit = True

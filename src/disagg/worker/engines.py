@@ -1,15 +1,18 @@
 """The one place that loads heavy engine back ends."""
 
+import logging
 from pathlib import Path
 from typing import NamedTuple
 
+from disagg.core.errors import ConfigurationError
 from disagg.core.roles import Numerics
-from disagg.modelfiles.config import read_config
 from disagg.modelfiles.digest import model_digest
 from disagg.modelfiles.tokenizer import tokenizer_digest
 from disagg.protocol.messages import PoolCard
 from disagg.scheduler.engine import Engine
 from disagg.worker.config import WorkerConfig
+
+_log = logging.getLogger(__name__)
 
 
 class LoadedEngine(NamedTuple):
@@ -23,9 +26,12 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
     """Read weights and allocate the arena. Raises ConfigurationError."""
     from disagg.engine.arena import max_blocks_for  # torch takes a second to import
     from disagg.engine.device import resolve_device
+    from disagg.engine.generic import describe_model
     from disagg.engine.runner import TorchEngine
 
-    model = read_config(model_path)
+    model = describe_model(model_path)
+    if model.sliding_window is not None and model.max_context == model.sliding_window:
+        _log.info("context of %s is cut to its sliding window of %d tokens", model_path, model.sliding_window)
     layout = model.kv_layout(config.block_size, config.kv_dtype.value)
     num_blocks = config.num_blocks or max_blocks_for(layout, config.kv_memory_bytes)
     engine = TorchEngine(
@@ -38,6 +44,9 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
         kv_dtype=config.kv_dtype,
         kernels=config.kernels,
     )
+    if config.numerics is Numerics.EXACT and not engine.is_row_invariant:
+        text = f"{model.architecture} is not native here, so its answers depend on what is computed beside them"
+        raise ConfigurationError(f"{text}: exact numerics cannot be promised, add --numerics bounded")
     pool = PoolCard(
         model=config.served_name,
         model_digest=model_digest(model_path),

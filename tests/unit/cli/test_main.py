@@ -118,6 +118,7 @@ def test_every_router_field_survives_the_command_line(launched: Launched, monkey
         control_port=2,
         local_prefill_tokens=0,
         max_open_requests=3,
+        max_queue_s=9.5,
         beat_interval_s=0.25,
         max_body_bytes=4096,
     )

@@ -99,7 +99,13 @@ def test_worker_values_that_cannot_work_are_named(field: str, value: object) -> 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("models", ()), ("models", (("a", "/1"), ("a", "/2"))), ("port", 70000), ("max_open_requests", 0)],
+    [
+        ("models", ()),
+        ("models", (("a", "/1"), ("a", "/2"))),
+        ("port", 70000),
+        ("max_open_requests", 0),
+        ("max_queue_s", 0.0),
+    ],
 )
 def test_router_values_that_cannot_work_are_refused(field: str, value: object) -> None:
     with pytest.raises(ConfigurationError):

@@ -23,6 +23,7 @@ class Entrance:
         config = DispatcherConfig(ROUTER, {MODEL: "tok"}, max_open_requests=2, max_claimed_share=3.0)
         self.registry = Registry(config.tokenizer_digests)
         self.counters = Counters()
+        self.now_s = 1000.0
         self.gate = Gate(config, self.registry, self.counters)
 
     def arrive(self, name: str, role: Role, *, num_blocks: int = 100, max_context: int = 200) -> None:
@@ -38,7 +39,7 @@ class Entrance:
     ) -> GenerateRequest:
         sampling = SamplingParams(max_tokens)
         request = GenerateRequest(MODEL, (1,) * num_prompt, sampling, is_open_ended=is_open_ended)
-        return self.gate.checked(request, num_open)
+        return self.gate.checked(request, num_open, self.now_s)
 
     def rejections(self, reason: str) -> float:
         return self.counters.get(REJECTIONS, reason)
@@ -48,7 +49,7 @@ def test_what_can_be_served_comes_through_as_it_was() -> None:
     entrance = Entrance()
     entrance.arrive("m0", Role.MIXED)
     request = GenerateRequest(MODEL, (1, 2), SamplingParams(4), num_choices=2)
-    assert entrance.gate.checked(request, 1) is request
+    assert entrance.gate.checked(request, 1, 0.0) is request
 
 
 def test_a_model_nobody_has_ever_served_is_not_waited_for() -> None:
@@ -95,7 +96,7 @@ def test_an_open_end_goes_as_far_as_the_remembered_limits() -> None:
 def test_an_unknown_model_is_named_with_those_that_are_known() -> None:
     entrance = Entrance()
     with pytest.raises(ModelNotFound, match=f"'x'.*{MODEL}") as caught:
-        entrance.gate.checked(GenerateRequest("x", (1,), SamplingParams(1)), 0)
+        entrance.gate.checked(GenerateRequest("x", (1,), SamplingParams(1)), 0, 0.0)
     assert caught.value.code == "model_not_found"
 
 
@@ -118,7 +119,7 @@ def test_more_than_the_allowed_share_of_promised_kv_is_an_overload_with_the_numb
     record.claimed_blocks[SequenceId(entrance_id(), 1)] = 1
     with pytest.raises(Overloaded, match=r"3\.0 times the KV there is, the limit is 3;") as caught:
         entrance.ask()
-    assert caught.value.retry_after_s == RETRY_AFTER_S
+    assert caught.value.retry_after_s >= 1.0
     assert entrance.rejections("overloaded") == 1
 
 

@@ -2,7 +2,7 @@
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from tests.unit.dispatch.rigs import Desk
+from tests.unit.dispatch.rigs import Desk, card
 
 from disagg.core.roles import Role
 from disagg.policy.routing import Path
@@ -47,6 +47,20 @@ def test_the_routers_counters_carry_their_labels() -> None:
     assert value(families, "disagg_requests_open") == 1
     assert value(families, "disagg_prompt_tokens_total") == 20
     assert value(families, "disagg_generated_tokens_total") == 1
+
+
+def test_what_a_moved_sequence_reads_again_is_counted_by_where_its_kv_came_from() -> None:
+    desk = Desk().with_pair()
+    desk.register(card("d1", Role.DECODE))
+    desk.pair("p0", "d1")
+    request_id, _ = desk.submit()
+    desk.read("p0", request_id, num_cached=4)
+    assert "disagg_moved_tokens_total{" not in RouterMetrics(desk.dispatcher).text().decode()
+    desk.lose("d0")
+    desk.read("p0", request_id, num_cached=8, attempt=2)
+    families = scrape(RouterMetrics(desk.dispatcher))
+    assert value(families, "disagg_moved_tokens_total", how="cached") == 8
+    assert value(families, "disagg_moved_tokens_total", how="computed") == 2
 
 
 def test_a_workers_values_carry_its_name_role_and_model_until_it_is_gone() -> None:

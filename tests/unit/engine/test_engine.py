@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from disagg.core.errors import ConfigurationError, InternalFault, ModelLoadError
 from disagg.core.ids import StepId
 from disagg.core.request import SamplingParams
-from disagg.engine.model import LayerDone, Llama, StepTensors
+from disagg.engine.model import Llama
+from disagg.engine.step import LayerDone, StepTensors
 from disagg.scheduler.engine import StepPlan
 
 NUM_OUTPUTS = 12

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.parity.tiny_models import tiny_model, write_gguf
 from tests.unit.engine.steps import generate, make_engine
+from transformers import PreTrainedModel
 
 from disagg.core.errors import ConfigurationError, ModelLoadError
 from disagg.core.formats import Weights
@@ -15,10 +16,22 @@ from disagg.engine.native.library import load_library
 from disagg.engine.weights import load_weights
 from disagg.modelfiles.config import read_config
 
+Q_NAME, V_NAME = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qv")
 PROMPT = [(17 * index) % 300 for index in range(50)]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def wide_model(architecture: str) -> PreTrainedModel:
+    """A tiny model whose rows are whole blocks of 32."""
+    tiny = tiny_model(architecture)
+    config = tiny.config
+    config.hidden_size, config.intermediate_size, config.num_attention_heads = 64, 96, 4
+    config.head_dim = 16
+    torch.manual_seed(0)
+    model: PreTrainedModel = type(tiny)(config).float()
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_gguf_equals_the_directory_it_was_made_from(tmp_path: Path, architecture: str, tie_embeddings: bool) -> None:
     model = tiny_model(architecture, tie_embeddings=tie_embeddings)
@@ -32,6 +45,7 @@ def test_gguf_equals_the_directory_it_was_made_from(tmp_path: Path, architecture
         else:
             assert name == "lm_head.weight"
             assert tie_embeddings
+    assert read_config(tmp_path / "hf").has_qk_norm is config.has_qk_norm is (architecture == "qwen3")
     blocks = [0, 1, 2, 3]
     assert generate(make_engine(file), PROMPT, blocks, 8) == generate(make_engine(tmp_path / "hf"), PROMPT, blocks, 8)
 
@@ -49,11 +63,7 @@ def test_gguf_equals_the_directory_it_was_made_from(tmp_path: Path, architecture
 def test_stored_formats_come_back_near_their_values(
     tmp_path: Path, kind: gguf.GGMLQuantizationType, tolerance: float
 ) -> None:
-    config = tiny_model().config
-    config.hidden_size, config.intermediate_size, config.num_attention_heads = 64, 96, 4
-    config.head_dim = 16
-    torch.manual_seed(0)
-    model = type(tiny_model())(config).float()
+    model = wide_model("llama")
     file = write_gguf(tmp_path / "model.gguf", model, kind)
     table = load_weights(file, read_config(file))
     state = model.state_dict()
@@ -62,6 +72,85 @@ def test_stored_formats_come_back_near_their_values(
         assert ((got - state[name]).norm() / state[name].norm()).item() < tolerance
         assert not torch.equal(got, state[name])
     generate(make_engine(file), PROMPT, [0, 1, 2, 3], 2)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (gguf.GGMLQuantizationType.F32, torch.float32),
+        (gguf.GGMLQuantizationType.F16, torch.float16),
+        (gguf.GGMLQuantizationType.BF16, torch.bfloat16),
+        (gguf.GGMLQuantizationType.Q8_0, torch.float32),
+    ],
+)
+def test_tensors_come_as_they_are_stored(
+    tmp_path: Path, architecture: str, kind: gguf.GGMLQuantizationType, dtype: torch.dtype
+) -> None:
+    model = wide_model(architecture)
+    file = write_gguf(tmp_path / "model.gguf", model, kind)
+    table = load_weights(file, read_config(file))
+    state = model.state_dict()
+    for name in (Q_NAME, V_NAME):
+        shape = tuple(state[name].shape)
+        stored = table.take_stored(name, *shape)
+        assert stored.dtype == dtype
+        assert torch.equal(stored.float(), table.take(name, *shape))
+        assert (stored.float() - state[name]).norm() / state[name].norm() < 1e-2
+    first, second = (table.take_stored(V_NAME, *state[V_NAME].shape) for _ in range(2))
+    is_plain = kind is not gguf.GGMLQuantizationType.Q8_0
+    assert (first.data_ptr() == second.data_ptr()) is is_plain, "plain floats are a view of the file"
+    assert table.take_stored("model.norm.weight", 64).dtype == torch.float32
+    with pytest.raises(ModelLoadError, match=r"v_proj.* is .*, config says \(3, 64\)"):
+        table.take_stored(V_NAME, 3, 64)
+    with pytest.raises(ModelLoadError, match="no tensor absent"):
+        table.take_stored("absent", 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        gguf.GGMLQuantizationType.F32,
+        gguf.GGMLQuantizationType.F16,
+        gguf.GGMLQuantizationType.BF16,
+        gguf.GGMLQuantizationType.Q8_0,
+        gguf.GGMLQuantizationType.Q4_1,
+    ],
+)
+def test_joined_tensors_are_the_single_ones_in_order(
+    tmp_path: Path, kind: gguf.GGMLQuantizationType, dtype: torch.dtype
+) -> None:
+    model = wide_model("llama")  # of which GGUF stores q and k in another order
+    model.save_pretrained(tmp_path / "hf")
+    file = write_gguf(tmp_path / "model.gguf", model, kind)
+    names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
+    shapes = [tuple(model.state_dict()[name].shape) for name in names]
+    for path in (file, tmp_path / "hf"):
+        table = load_weights(path, read_config(path))
+        joined = table.take_joined(names, shapes, dtype)
+        apart = torch.cat([table.take(name, *shape) for name, shape in zip(names, shapes, strict=True)])
+        assert joined.is_contiguous()
+        assert torch.equal(joined, apart.to(dtype))
+        with pytest.raises(ModelLoadError, match=r"k_proj.* config says"):
+            table.take_joined(names, [shapes[0], shapes[0], shapes[2]], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_shards_come_as_they_are_stored(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = tiny_model().to(dtype)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    table = load_weights(tmp_path, read_config(tmp_path))
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":  # tied
+            continue
+        stored = table.take_stored(name, *tensor.shape)
+        assert stored.dtype == dtype
+        assert torch.equal(stored, tensor)
+        assert torch.equal(table.take(name, *tensor.shape), tensor.float())
+        assert stored.data_ptr() == table.take_stored(name, *tensor.shape).data_ptr(), "mapped, not copied"
+    generate(make_engine(tmp_path), PROMPT, [0, 1, 2, 3], 2)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

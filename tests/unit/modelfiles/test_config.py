@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 
-from disagg.core.errors import ModelLoadError
+from disagg.core.errors import ModelLoadError, NotNative
 from disagg.modelfiles.config import ModelConfig, read_config
 from disagg.modelfiles.gguf_file import GgufFile, is_gguf
 
@@ -94,17 +94,64 @@ def test_directories_and_gguf_files_tell_the_same_geometry(tmp_path: Path) -> No
     ("changes", "field", "value"),
     [
         ({"architectures": ["Qwen2ForCausalLM"]}, "qkv_bias", True),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "use_sliding_window": False}, "qkv_bias", True),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, "architecture", "llama"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "has_qk_norm", False),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "has_qk_norm", True),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "qkv_bias", False),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "head_dim", 128),
+        ({"architectures": ["Qwen3ForCausalLM"], "head_dim": 40}, "head_dim", 40),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, "architecture", "mistral"),
         ({"num_key_value_heads": None}, "num_kv_heads", 6),
         ({"head_dim": 32}, "head_dim", 32),
         ({"rope_theta": None}, "rope_theta", 10_000.0),
         ({"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, "rope_theta", 7.0),
         ({"rope_scaling": None}, "rope_factors", ()),
+        ({"rope_scaling": {"type": "linear", "factor": 3}}, "rope_factors", (3.0,) * 4),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 3.0}}, "rope_factors", (3.0,) * 4),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5}}, "rope_attention_factor", 1.5),
     ],
 )
 def test_what_a_config_may_say(tmp_path: Path, changes: dict[str, object], field: str, value: object) -> None:
     assert getattr(read_config(write_config(tmp_path, **changes)), field) == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, 8),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, 4096),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, None),
+        ({"architectures": ["MistralForCausalLM"]}, 4096),  # what the published class means by no entry
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 8}, None),  # the class knows no window
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8}, None),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "use_sliding_window": False}, None),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "use_sliding_window": True},
+            None,
+        ),  # from layer 28
+        (
+            {
+                "architectures": ["Qwen3ForCausalLM"],
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            8,
+        ),
+    ],
+)
+def test_a_window_inside_the_context_ends_it(tmp_path: Path, changes: dict[str, object], window: int | None) -> None:
+    config = read_config(write_config(tmp_path, **changes))
+    assert config.sliding_window == window
+    assert config.max_context == min(64, window or 64)
+
+
+def test_yarn_reaches_past_the_positions_of_the_file(tmp_path: Path) -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert read_config(write_config(tmp_path, rope_scaling=scaling)).max_context == 256
+    assert read_config(write_config(tmp_path, rope_scaling={**scaling, "factor": 0.5})).max_context == 64
+    implied = read_config(write_config(tmp_path, rope_scaling={"type": "yarn"}, original_max_position_embeddings=16))
+    assert implied.max_context == 64
+    assert max(implied.rope_factors) == pytest.approx(4.0), "the factor is what leads from 16 to 64 tokens"
 
 
 def test_llama3_rope_keeps_short_waves_and_stretches_long_ones(tmp_path: Path) -> None:
@@ -125,23 +172,37 @@ def test_llama3_rope_keeps_short_waves_and_stretches_long_ones(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel' .* not supported; supported: LlamaForCausalLM"),
-        ({"architectures": None}, "'none'"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, "sliding_window=8"),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "use_sliding_window": True}, "sliding_window=8"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, r"'yarn' .* supported: none .* 'llama3'"),
-        ({"attention_bias": True}, "attention_bias=true"),
-        ({"mlp_bias": True}, "mlp_bias=true"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"hidden_size": "big"}, r"lacks what the model needs: .*hidden_size"),
         ({"num_key_value_heads": 4}, "6 heads .* do not divide over 4"),
         ({"num_hidden_layers": 0}, "num_layers=0"),
         ({"head_dim": 7}, "head_dim=7"),
         ({"max_position_embeddings": 0}, "max_context=0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, r"rope scaling .* factor=0\.0 .* must be positive"),
     ],
 )
 def test_what_a_config_may_not_say(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ModelLoadError, match=message) as caught:
+        read_config(write_config(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' .* natively; supported: LlamaForCausalLM, .*Qwen3"),
+        ({"architectures": None}, "'none'"),
+        ({"rope_scaling": {"type": "longrope"}}, "'longrope' .* supported: default, linear, llama3, yarn"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5"),
+        ({"attention_bias": True}, "attention_bias=true"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ],
+)
+def test_whole_models_of_another_kind_are_told_from_damaged_ones(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(NotNative, match=message) as caught:
         read_config(write_config(tmp_path, **changes))
     assert "\n" not in str(caught.value)
 
@@ -167,8 +228,13 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("gpt2", {}, "architecture 'gpt2' .* supported: llama, qwen2"),
-        ("llama", {"rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
+        ("gpt2", {}, "architecture 'gpt2' .* supported in GGUF: llama, qwen2, qwen3: use the model's Hugging Face"),
+        (
+            "llama",
+            {"rope.scaling.type": "longrope"},
+            "rope scaling 'longrope' .* supported in GGUF: none, linear, yarn",
+        ),
+        ("llama", {"rope.dimension_count": 4}, "rotates 4 of 8 elements"),
         ("llama", {"block_count": None}, r"no field llama\.block_count; the file is incomplete"),
         ("llama", {"block_count": "two"}, r"llama\.block_count of .* is 'two', expected a whole number"),
         ("llama", {"attention.layer_norm_rms_epsilon": "small"}, "expected a number"),
@@ -180,6 +246,27 @@ def test_what_a_gguf_header_may_not_say(
 ) -> None:
     with pytest.raises(ModelLoadError, match=message):
         read_config(write_gguf(tmp_path / "model.gguf", architecture, **changes))
+
+
+def test_gguf_headers_say_the_same_of_rope_as_config_json(tmp_path: Path) -> None:
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16}
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    found = read_config(write_gguf(tmp_path / "yarn.gguf", **yarn))  # type: ignore[arg-type]
+    expected = read_config(write_config(tmp_path, rope_scaling=scaling))
+    assert found.rope_factors == pytest.approx(expected.rope_factors)
+    assert found.rope_attention_factor == pytest.approx(expected.rope_attention_factor)
+    assert found.rope_attention_factor > 1.1
+    doubled = read_config(write_gguf(tmp_path / "x.gguf", **yarn, **{"rope.scaling.attn_factor": 2.0}))  # type: ignore[arg-type]
+    assert doubled.rope_attention_factor == pytest.approx(2 * found.rope_attention_factor)
+    linear = {"rope.scaling.type": "linear", "rope.scaling.factor": 3.0}
+    assert read_config(write_gguf(tmp_path / "linear.gguf", **linear)).rope_factors == (3.0,) * 4  # type: ignore[arg-type]
+
+
+def test_gguf_sizes_of_qwen3(tmp_path: Path) -> None:
+    config = read_config(write_gguf(tmp_path / "model.gguf", "qwen3", **{"attention.key_length": 20}))
+    assert (config.architecture, config.head_dim, config.has_qk_norm) == ("qwen3", 20, False)
+    windowed = read_config(write_gguf(tmp_path / "windowed.gguf", "llama", **{"attention.sliding_window": 32}))
+    assert (windowed.sliding_window, windowed.max_context) == (32, 32)
 
 
 def test_gguf_fields_and_tensors(tmp_path: Path) -> None:
