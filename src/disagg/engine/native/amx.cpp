@@ -19,6 +19,7 @@ using namespace ::DISAGG_ISA;
 
 constexpr int64_t TILE = 16;               // rows and columns of sums
 constexpr int64_t BLOCK = 2 * TILE;        // rows and columns of one job's step
+constexpr int64_t BLOCK_BYTES = 512 * 1024;  // of weights of one job
 constexpr int REQUEST_PERMISSION = 0x1023;  // arch_prctl
 constexpr int TILE_DATA = 18;
 
@@ -83,44 +84,48 @@ static inline void add_group(const int32_t *sums, const float *row_scales, int64
     }
 }
 
+// Rows [row, row + BLOCK) and the panels n and n + 1.
+static void tile_block(const Int8Product &p, const QuantizedRows &x, int64_t row, int64_t n) {
+    alignas(64) int32_t sums[2][4 * TILE * TILE];
+    alignas(64) float out[BLOCK * BLOCK];
+    int64_t groups = x.groups, panel_bytes = groups * GROUP * INT8_PANEL;
+    int64_t num_panels = (p.outputs + INT8_PANEL - 1) / INT8_PANEL, other = std::min(n + 1, num_panels - 1);
+    int64_t columns = std::min(BLOCK, p.outputs - n * INT8_PANEL);
+    for (int64_t r = 0; r < BLOCK; r++)
+        for (int64_t c = 0; c < BLOCK; c += LANES)
+            store(out + r * BLOCK + c, p.bias && c < columns ? load(p.bias + n * INT8_PANEL + c) : zero());
+    for (int64_t g = 0; g < groups; g++) {
+        int64_t at = g * GROUP * INT8_PANEL;
+        group_sums(x.values + (row * groups + g) * GROUP, groups * GROUP, p.weights + n * panel_bytes + at,
+                   p.weights + other * panel_bytes + at, sums[g % 2]);
+        add_group(sums[g % 2], x.scales + row * groups + g, groups, load(p.scales + (n * groups + g) * INT8_PANEL),
+                  load(p.scales + (other * groups + g) * INT8_PANEL), out);
+    }
+    for (int64_t r = 0; r < std::min(BLOCK, p.rows - row); r++)
+        std::memcpy(p.y + (row + r) * p.outputs + n * INT8_PANEL, out + r * BLOCK, columns * sizeof(float));
+}
+
 void product_int8(const Int8Product &p) {
     thread_local Scratch<int8_t> values;
     thread_local Scratch<float> row_scales;
     thread_local Scratch<int32_t> row_sums;
     int64_t groups = (p.inputs + GROUP - 1) / GROUP, num_panels = (p.outputs + INT8_PANEL - 1) / INT8_PANEL;
-    int64_t rows = (p.rows + BLOCK - 1) / BLOCK * BLOCK;
+    int64_t rows = (p.rows + BLOCK - 1) / BLOCK * BLOCK, num_pairs = (num_panels + 1) / 2;
     QuantizedRows x{rows, groups, values.take(rows * groups * GROUP), row_scales.take(rows * groups),
                     row_sums.take(rows * groups)};
     quantize(p, x);
-    int64_t panel_bytes = groups * GROUP * INT8_PANEL, num_pairs = (num_panels + 1) / 2;
+    // Panels of one job stay in the second cache while the rows pass by; a row's results lie side by side.
+    int64_t fair = (num_pairs + 2 * num_threads - 1) / (2 * num_threads);
+    int64_t step = std::max<int64_t>(1, std::min(BLOCK_BYTES / (2 * groups * GROUP * INT8_PANEL), fair));
+    int64_t num_jobs = (num_pairs + step - 1) / step;
 #pragma omp parallel num_threads(num_threads)
     {
         shape_tiles();
-#pragma omp for schedule(static)
-        for (int64_t pair = 0; pair < num_pairs; pair++) {
-            int64_t n = 2 * pair, other = std::min(n + 1, num_panels - 1);
-            alignas(64) int32_t sums[2][4 * 256];
-            alignas(64) float out[BLOCK * BLOCK];
-            int64_t columns = std::min(BLOCK, p.outputs - n * INT8_PANEL);
-            for (int64_t r = 0; r < p.rows; r += BLOCK) {
-                for (int64_t i = 0; i < BLOCK; i++)
-                    for (int64_t c = 0; c < BLOCK; c += LANES)
-                        store(out + i * BLOCK + c,
-                              p.bias && c < columns ? load(p.bias + n * INT8_PANEL + c) : zero());
-                const int8_t *q = x.values + r * groups * GROUP;
-                for (int64_t g = 0; g < groups; g++) {
-                    int32_t *now = sums[g % 2];
-                    int64_t at = g * GROUP * INT8_PANEL;
-                    group_sums(q + g * GROUP, groups * GROUP, p.weights + n * panel_bytes + at,
-                               p.weights + other * panel_bytes + at, now);
-                    add_group(now, x.scales + r * groups + g, groups, load(p.scales + (n * groups + g) * INT8_PANEL),
-                              load(p.scales + (other * groups + g) * INT8_PANEL), out);
-                }
-                int64_t present = std::min(BLOCK, p.rows - r);
-                for (int64_t i = 0; i < present; i++)
-                    std::memcpy(p.y + (r + i) * p.outputs + n * INT8_PANEL, out + i * BLOCK, columns * sizeof(float));
-            }
-        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t job = 0; job < num_jobs; job++)
+            for (int64_t row = 0; row < p.rows; row += BLOCK)
+                for (int64_t pair = job * step; pair < std::min((job + 1) * step, num_pairs); pair++)
+                    tile_block(p, x, row, 2 * pair);
         _tile_release();
     }
 }

@@ -25,7 +25,7 @@ template <int ROWS, int VECS, class Weight>
 static inline void tile(int64_t inputs, const float *a, int64_t a_row, int64_t a_input, const Weight *b, int64_t b_input,
                         const float *init, int64_t init_row, float *c, int64_t c_row) {
     Vec sums[ROWS][VECS];
-#pragma GCC unroll 16
+#pragma GCC unroll 24
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) sums[r][v] = init ? load(init + r * init_row + v * LANES) : zero();
@@ -33,14 +33,14 @@ static inline void tile(int64_t inputs, const float *a, int64_t a_row, int64_t a
         Vec weights[VECS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) weights[v] = load(b + k * b_input + v * LANES);
-#pragma GCC unroll 16
+#pragma GCC unroll 24
         for (int r = 0; r < ROWS; r++) {
             Vec factor = splat(a[r * a_row + k * a_input]);
 #pragma GCC unroll 4
             for (int v = 0; v < VECS; v++) sums[r][v] = fma(factor, weights[v], sums[r][v]);
         }
     }
-#pragma GCC unroll 16
+#pragma GCC unroll 24
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) store(c + r * c_row + v * LANES, sums[r][v]);
@@ -53,87 +53,106 @@ static inline void tile_of(int rows, int64_t inputs, const float *a, int64_t a_r
     if constexpr (ROWS > 1) tile_of<ROWS - 1, VECS>(rows, inputs, a, a_row, a_input, b, b_input, init, init_row, c, c_row);
 }
 
-// A whole panel's columns for up to TILE_ROWS rows, cut to the columns that exist.
-template <class Weight>
-static void panel_tile(int rows, int64_t inputs, const float *a, int64_t a_row, int64_t a_input, const Weight *panel,
-                       const float *bias, float *y, int64_t y_row, int64_t num_columns) {
-    float edge[TILE_ROWS * PANEL];
-    bool is_whole = num_columns >= PANEL;
-    float *c = is_whole ? y : edge;
-    int64_t c_row = is_whole ? y_row : PANEL;
-    for (int64_t v = 0; v < PANEL; v += TILE_VECS * LANES)
-        tile_of<TILE_ROWS, TILE_VECS>(rows, inputs, a, a_row, a_input, panel + v, PANEL, bias ? bias + v : nullptr, 0,
-                                      c + v, c_row);
-    if (!is_whole)
-        for (int r = 0; r < rows; r++) std::memcpy(y + r * y_row, edge + r * PANEL, num_columns * sizeof(float));
-}
+constexpr int64_t FEW_ROWS = 2 * TILE_ROWS;        // up to here, packing rows and unpacking weights does not pay
+constexpr int64_t BLOCK_ROWS = 16 * TILE_ROWS;     // rows of one job
+constexpr int64_t BLOCK_INPUTS = 512;              // so that a tile's rows stay in the nearest cache
+constexpr int64_t BLOCK_WEIGHTS = 96 * 1024;       // floats of one job: they stay in the second cache
+constexpr int64_t MIN_PARALLEL = 1 << 17;          // multiplications below which threads do not pay
 
-constexpr int64_t FEW_ROWS = 2 * TILE_ROWS;       // below, packing does not pay
-constexpr int64_t BLOCK_ROWS = 16 * TILE_ROWS;    // rows of one job
-constexpr int64_t MIN_PARALLEL = 1 << 17;         // multiplications below which threads do not pay
+// One panel's columns for some rows, cut to the columns that exist.
+template <class Weight>
+static void panel_rows(int rows, const Product &p, int64_t row, int64_t panel) {
+    float edge[TILE_ROWS * PANEL];
+    int64_t columns = p.outputs - panel * PANEL;
+    bool is_whole = columns >= PANEL;
+    float *y = p.y + row * p.outputs + panel * PANEL, *c = is_whole ? y : edge;
+    const Weight *weights = static_cast<const Weight *>(p.weights) + panel * PANEL * p.inputs;
+    for (int64_t v = 0; v < PANEL; v += TILE_VECS * LANES)
+        tile_of<TILE_ROWS, TILE_VECS>(rows, p.inputs, p.x + row * p.inputs, p.inputs, 1, weights + v, PANEL,
+                                      p.bias ? p.bias + panel * PANEL + v : nullptr, 0, c + v,
+                                      is_whole ? p.outputs : PANEL);
+    if (!is_whole)
+        for (int r = 0; r < rows; r++) std::memcpy(y + r * p.outputs, edge + r * PANEL, columns * sizeof(float));
+}
 
 template <class Weight>
 static void few_rows(const Product &p) {
     int64_t num_panels = (p.outputs + PANEL - 1) / PANEL;
     int64_t parts = (p.rows + TILE_ROWS - 1) / TILE_ROWS, step = (p.rows + parts - 1) / parts;
-    const Weight *weights = static_cast<const Weight *>(p.weights);
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (p.rows * p.inputs * p.outputs > MIN_PARALLEL)
     for (int64_t n = 0; n < num_panels; n++) {
-        const float *bias = p.bias ? p.bias + n * PANEL : nullptr;
-        for (int64_t r = 0; r < p.rows; r += step)
-            panel_tile(int(std::min(step, p.rows - r)), p.inputs, p.x + r * p.inputs, p.inputs, 1,
-                       weights + n * PANEL * p.inputs, bias, p.y + r * p.outputs + n * PANEL, p.outputs,
-                       p.outputs - n * PANEL);
+        for (int64_t row = 0; row < p.rows; row += step)
+            panel_rows<Weight>(int(std::min(step, p.rows - row)), p, row, n);
     }
 }
 
-// [rows][inputs] -> [block of TILE_ROWS][input][TILE_ROWS]
+// [rows][inputs] -> [tile of TILE_ROWS][input][TILE_ROWS], zero rows at the end
 static void pack_rows(const Product &p, float *packed) {
-    int64_t num_blocks = (p.rows + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t num_tiles = (p.rows + TILE_ROWS - 1) / TILE_ROWS;
 #pragma omp parallel for num_threads(num_threads) schedule(static)
-    for (int64_t block = 0; block < num_blocks; block++) {
-        float *out = packed + block * TILE_ROWS * p.inputs;
+    for (int64_t tile = 0; tile < num_tiles; tile++) {
+        float *out = packed + tile * TILE_ROWS * p.inputs;
         for (int r = 0; r < TILE_ROWS; r++) {
-            int64_t row = block * TILE_ROWS + r;
-            if (row < p.rows)
-                for (int64_t k = 0; k < p.inputs; k++) out[k * TILE_ROWS + r] = p.x[row * p.inputs + k];
-            else
-                for (int64_t k = 0; k < p.inputs; k++) out[k * TILE_ROWS + r] = 0.0f;
+            int64_t row = tile * TILE_ROWS + r;
+            for (int64_t k = 0; k < p.inputs; k++) out[k * TILE_ROWS + r] = row < p.rows ? p.x[row * p.inputs + k] : 0.0f;
         }
     }
 }
 
-static inline const float *unpacked(const float *panel, int64_t) { return panel; }
+static inline const float *unpacked(const float *weights, int64_t) { return weights; }
 
-static inline const float *unpacked(const uint16_t *panel, int64_t inputs) {
+static inline const float *unpacked(const uint16_t *weights, int64_t count) {
     thread_local Scratch<float> scratch;
-    float *out = scratch.take(inputs * PANEL);
-    for (int64_t i = 0; i < inputs * PANEL; i += LANES) store(out + i, load(panel + i));
+    float *out = scratch.take(count);
+    for (int64_t i = 0; i < count; i += LANES) store(out + i, load(weights + i));
     return out;
+}
+
+// Panels [first, last) for the rows of one tile. Sums over more than BLOCK_INPUTS inputs go on where they were left.
+static void row_tile(const Product &p, int rows, int64_t row, const float *packed, const float *weights, int64_t first,
+                     int64_t last) {
+    float edge[TILE_ROWS * PANEL];
+    for (int64_t k = 0; k < p.inputs; k += BLOCK_INPUTS)
+        for (int64_t n = first; n < last; n++) {
+            bool is_whole = p.outputs - n * PANEL >= PANEL;
+            float *c = is_whole ? p.y + row * p.outputs + n * PANEL : edge;
+            int64_t c_row = is_whole ? p.outputs : PANEL;
+            const float *init = k > 0 ? c : p.bias ? p.bias + n * PANEL : nullptr;
+            const float *b = weights + (n - first) * PANEL * p.inputs + k * PANEL;
+            for (int64_t v = 0; v < PANEL; v += TILE_VECS * LANES)
+                tile_of<TILE_ROWS, TILE_VECS>(rows, std::min(BLOCK_INPUTS, p.inputs - k), packed + k * TILE_ROWS, 1,
+                                              TILE_ROWS, b + v, PANEL, init ? init + v : nullptr, k > 0 ? c_row : 0, c + v,
+                                              c_row);
+        }
+    int64_t columns = p.outputs - (last - 1) * PANEL;
+    if (columns < PANEL)
+        for (int r = 0; r < rows; r++)
+            std::memcpy(p.y + (row + r) * p.outputs + (last - 1) * PANEL, edge + r * PANEL, columns * sizeof(float));
 }
 
 template <class Weight>
 static void many_rows(const Product &p) {
     thread_local Scratch<float> scratch;
     int64_t num_panels = (p.outputs + PANEL - 1) / PANEL, num_blocks = (p.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    int64_t fair = (num_panels * num_blocks + 4 * num_threads - 1) / (4 * num_threads);
+    int64_t step = std::max<int64_t>(1, std::min(BLOCK_WEIGHTS / (PANEL * p.inputs), fair));
+    int64_t num_groups = (num_panels + step - 1) / step;
     float *packed = scratch.take((p.rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS * p.inputs);
     pack_rows(p, packed);
-    const Weight *weights = static_cast<const Weight *>(p.weights);
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1)
-    for (int64_t job = 0; job < num_blocks * num_panels; job++) {
-        int64_t n = job % num_panels, first = job / num_panels * BLOCK_ROWS;
-        int64_t last = std::min(first + BLOCK_ROWS, p.rows);
-        const float *panel = unpacked(weights + n * PANEL * p.inputs, p.inputs);
-        const float *bias = p.bias ? p.bias + n * PANEL : nullptr;
-        for (int64_t r = first; r < last; r += TILE_ROWS)
-            panel_tile(int(std::min<int64_t>(TILE_ROWS, last - r)), p.inputs, packed + r * p.inputs, 1, TILE_ROWS, panel,
-                       bias, p.y + r * p.outputs + n * PANEL, p.outputs, p.outputs - n * PANEL);
+    for (int64_t job = 0; job < num_blocks * num_groups; job++) {
+        int64_t first = job % num_groups * step, last = std::min(first + step, num_panels);
+        int64_t row = job / num_groups * BLOCK_ROWS, end = std::min(row + BLOCK_ROWS, p.rows);
+        const Weight *stored = static_cast<const Weight *>(p.weights) + first * PANEL * p.inputs;
+        const float *weights = unpacked(stored, (last - first) * PANEL * p.inputs);
+        for (; row < end; row += TILE_ROWS)
+            row_tile(p, int(std::min<int64_t>(TILE_ROWS, end - row)), row, packed + row * p.inputs, weights, first, last);
     }
 }
 
 template <class Weight>
 static void product(const Product &p) {
-    p.rows < FEW_ROWS ? few_rows<Weight>(p) : many_rows<Weight>(p);
+    p.rows <= FEW_ROWS ? few_rows<Weight>(p) : many_rows<Weight>(p);
 }
 
 // --- int8 products ---------------------------------------------------------------------------------------------------
