@@ -33,7 +33,7 @@ HEAD_SHAPE = (576, 49152)
 TINY_SHAPES = [(72, 120), (72, 72), (72, 224), (112, 72), (72, 313), (48, 80)]
 ALL_SIZES = [*range(1, 65), 100, 128, 256, 512]
 CHOICES = (Kernels.TORCH, Kernels.NATIVE)
-SOME_SIZES = [1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 33, 48, 57, 64]
+SOME_SIZES = [1, 2, 3, 4, 7, 8, 12, 13, 15, 16, 17, 24, 25, 31, 33, 48, 57, 64, 193]
 
 
 @pytest.fixture(params=[1, 2])
@@ -76,7 +76,8 @@ def test_linears_are_row_invariant(weights: Weights, kernels: Kernels, has_bias:
     for num_inputs, num_outputs in [*TINY_SHAPES, *BIG_SHAPES, *([] if has_bias else [HEAD_SHAPE])]:
         bias = random_tensor(num_outputs) if has_bias else None
         linear = linears.make(random_tensor(num_outputs, num_inputs) * 0.05, bias)
-        sizes = SOME_SIZES if num_outputs == HEAD_SHAPE[1] else ALL_SIZES
+        # Torch picks kernels by the number of rows in ways we do not know; ours change at few known ones.
+        sizes = ALL_SIZES if kernels is Kernels.TORCH and num_outputs != HEAD_SHAPE[1] else SOME_SIZES
         x = random_tensor(sizes[-1], num_inputs, seed=1)
         assert is_row_invariant(linear, x, sizes), f"{kind} {num_inputs} -> {num_outputs}"
         print(f"{kind} {num_inputs} -> {num_outputs}, bias {has_bias}, {num_threads} threads: bit-equal")

@@ -74,11 +74,20 @@ NumBlocks = Annotated[
 ]
 BlockSize = Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=MEMORY)]
 
-ChunkTokens = Annotated[
-    int, typer.Option(help="Prompt tokens per step when no answer is running.", rich_help_panel=STEPS)
-]
+ChunkTokens = Annotated[int, typer.Option(help="Most prompt tokens per step.", rich_help_panel=STEPS)]
 MixedChunkTokens = Annotated[
-    int, typer.Option(help="Prompt tokens per step beside running answers.", rich_help_panel=STEPS)
+    int,
+    typer.Option(
+        help="Prompt tokens per step beside running answers, while step times are not known or have no target.",
+        rich_help_panel=STEPS,
+    ),
+]
+ItlTargetS = Annotated[
+    float,
+    typer.Option(
+        help="Prompts beside running answers fill steps up to this many predicted seconds; 0: no target.",
+        rich_help_panel=STEPS,
+    ),
 ]
 MaxRunning = Annotated[int, typer.Option(help="Sequences in one step.", rich_help_panel=STEPS)]
 

@@ -22,6 +22,7 @@ from disagg.engine.model import Llama
 from disagg.engine.native.library import choose_library
 from disagg.engine.native_attention import NativeAttention
 from disagg.engine.operations import NativeOperations, Operations, TorchOperations
+from disagg.engine.penalties import Tally, TallyTable
 from disagg.engine.rotary import rotary_tables
 from disagg.engine.sampler import SampleRequest, sample
 from disagg.engine.step import LayerDone, StepTensors, make_step
@@ -72,6 +73,7 @@ class TorchEngine:
         self._library = choose_library(kernels, self.device)
         self._arena = KvArena(self.config.kv_layout(block_size, kv_dtype.value), num_blocks, device=device)
         self._tables = BlockTables(num_blocks)
+        self._tallies = TallyTable()
         with torch.inference_mode():
             self._attention, self.operations = self._backends()
             self._model = self._load(model_path, weights)
@@ -171,6 +173,13 @@ class TorchEngine:
                 f"row of {name} has token ids {min(row.token_ids)} to {max(row.token_ids)}, "
                 f"the vocabulary has 0 to {self.config.vocab_size - 1}"
             )
+        if row.sampling is not None and row.sampling.has_penalty:
+            known = -1 if row.history is None else len(row.history.answer_ids)
+            if known != row.output_position:
+                raise InternalFault(
+                    f"row of {name} has a penalty on the {row.output_position} tokens of its answer and "
+                    f"{'no history' if known < 0 else f'a history of {known}'}; give all of them"
+                )
 
     def _tensors(self, placed: Sequence[_Placed], sampling: Sequence[_Placed]) -> StepTensors:
         tokens = [token for item in placed for token in item.row.token_ids]
@@ -180,10 +189,11 @@ class TorchEngine:
 
     def _sample(self, plan: StepPlan, logits: Tensor, sampling: Sequence[_Placed]) -> tuple[EmittedToken, ...]:
         requests = [
-            SampleRequest(row.sampling, row.sequence_id.choice, row.output_position)
+            SampleRequest(row.sampling, row.sequence_id.choice, row.output_position, self._tally(row))
             for row, _ in sampling
             if row.sampling is not None
         ]
+        self._tallies.forget(len(requests))
         drawn = zip(sampling, sample(logits, requests), strict=True)
         by_sequence = {
             item.row.sequence_id: EmittedToken(
@@ -193,8 +203,12 @@ class TorchEngine:
         }
         return tuple(by_sequence[row.sequence_id] for row in plan.rows if row.sampling is not None)
 
+    def _tally(self, row: StepRow) -> Tally | None:
+        return None if row.history is None else self._tallies.tally(row.sequence_id, row.history)
+
     def check_invariants(self) -> None:
         """The arena agrees with its layout, and the layout with the model."""
+        self._tallies.check_invariants()
         self._arena.check_invariants()
         self._tables.check_invariants()
         if self.layout != self.config.kv_layout(self.layout.block_size, self.layout.dtype):

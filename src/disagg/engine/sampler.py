@@ -1,22 +1,34 @@
 """Choosing the next token from vocabulary scores.
 
-Sampling is the Gumbel-max trick: argmax over the kept tokens of score / temperature + noise, where the noise of a token
-is a pure function of (seed, choice, output position, token id). No generator has state, so a sequence can go on
-elsewhere and its neighbours in the batch do not matter. The hash is splitmix64 (Steele, Lea, Flood, 2014).
+    edit          single scores of the rows that want it (`penalties`)
+    likeliest     answers greedy rows; the others look on, all rows of a kind together:
+    first cut     top_k, else top_p, else min_p, else the tokens that noise can bring to the top: from the whole
+                  vocabulary to a list (`scans`)
+    second cut    top_p and min_p within the list
+    race          argmax over the list of score / temperature + noise (`noise`)
+
+That is the Gumbel-max trick: the winner of the race has the distribution of softmax over the kept tokens. Rows are
+independent bit for bit: sums that pick tokens are of integers, so that it does not matter how they are added up.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from disagg.core.request import SamplingParams, TokenLogprobs
+from disagg.engine.noise import Floats, Ids, Keys, gumbel_noise, noise_keys
+from disagg.engine.penalties import Edit, Tally, edit, is_edited
+from disagg.engine.scans import Places, Rows, Scan, scan_of
 
-_MASK = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
-_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_SHIFTS = (30, 27, 31)
+TILE_ENTRIES: Final = 1 << 16  # scores looked at in one go on a CPU: what a core's cache holds
+DEVICE_TILE_ENTRIES: Final = 1 << 24
+_WHOLE: Final = 2.0**60  # probability 1 in units of mass: sums of up to 4 of it fit into 64 bits
+_ROUNDED: Final = 1.0 - 1e-6  # floors of a first cut are this much too low; the second cut is exact
+_LIKELIEST: Final = 2.0**44  # weight of the likeliest token of a top_k list, which may hold 2**18 tokens
 
 
 class SampleRequest(NamedTuple):
@@ -25,6 +37,7 @@ class SampleRequest(NamedTuple):
     params: SamplingParams
     choice: int
     output_position: int
+    tally: Tally | None = None  # tokens so far, where the parameters have a penalty
 
 
 class Sample(NamedTuple):
@@ -38,85 +51,200 @@ def sample(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sample]:
     """One token per row of logits [S, vocab_size] (float32). Greedy ties go to the lowest token id."""
     if not requests:
         return []
-    likeliest = logits.argmax(dim=-1).tolist()
-    samples: list[Sample] = []
-    for row, request, greedy_id in zip(logits, requests, likeliest, strict=True):
-        params = request.params
-        token_id = greedy_id if params.is_greedy else _draw(row, request)
-        wanted = params.num_logprobs
-        samples.append(Sample(token_id, None if wanted is None else _logprobs(row, token_id, wanted)))
-    return samples
+    edited = [row for row, request in enumerate(requests) if is_edited(request.params, request.output_position)]
+    if len(edited) < len(requests):
+        token_ids = _choose(logits, requests)
+    else:
+        token_ids = np.empty(len(requests), np.int64)
+    if edited:
+        scores = logits[edited]  # a copy
+        wishes = [requests[row] for row in edited]
+        edit(scores, [Edit(wish.params, wish.output_position, wish.tally) for wish in wishes])
+        token_ids[edited] = _choose(scores, wishes)
+    chosen = token_ids.tolist()
+    logprobs = _logprobs(logits, requests, token_ids)
+    return [Sample(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
 
 
-def _draw(row: Tensor, request: SampleRequest) -> int:
-    scaled = row.double() / request.params.temperature
-    key = noise_key(request.params.seed, request.choice, request.output_position)
-    if request.params.top_p >= 1.0:
-        token_ids = torch.arange(len(row), device=row.device)
-        return int((scaled + gumbel_noise(key, token_ids)).argmax())
-    token_ids = nucleus(scaled, request.params.top_p)
-    noisy = scaled[token_ids] + gumbel_noise(key, token_ids)
-    return int(token_ids[noisy.argmax()])
+def _choose(scores: Tensor, requests: Sequence[SampleRequest]) -> Ids:
+    scan = scan_of(scores)
+    token_ids = scan.likeliest()
+    drawn = [row for row, request in enumerate(requests) if not request.params.is_greedy]
+    if not drawn:
+        return token_ids
+    draws = _draws([requests[row] for row in drawn], np.array(drawn), token_ids, scores.shape[1])
+    for kind in np.unique(draws.kinds).tolist():
+        of_kind = draws.take(np.flatnonzero(draws.kinds == kind))
+        for tile in _tiles(len(of_kind.rows), scores):
+            part = of_kind.take(tile)
+            with np.errstate(divide="ignore", invalid="ignore"):  # min_p may be 0, and scores infinite or no numbers
+                token_ids[part.rows] = _race(_cut(scan, part, kind, scores.shape[1]), part)
+    return token_ids
 
 
-def nucleus(scaled: Tensor, top_p: float) -> Tensor:
-    """Ids, ascending, of the smallest set of likeliest tokens with mass >= top_p; ties go to lower ids. At least one.
+_TOP_K, _TOP_P, _MIN_P, _UNCUT = range(4)  # how a row's vocabulary becomes a list
 
-    Tokens below (1 - top_p) / vocab_size weigh less than 1 - top_p together, so the set lies among the others, and only
-    those few are sorted.
+
+class _Draws(NamedTuple):
+    """What rows want that are not greedy; arrays with one entry per row."""
+
+    rows: Ids
+    kinds: Ids
+    temperatures: Floats
+    top_k: Ids
+    top_p: Floats
+    min_p: Floats
+    keys: Keys
+    likeliest: Ids
+
+    def take(self, index: Rows) -> "_Draws":
+        return _Draws(*(column[index] for column in self))  # type: ignore[arg-type]  # each keeps its type
+
+
+def _draws(requests: Sequence[SampleRequest], rows: Ids, likeliest: Ids, vocab_size: int) -> _Draws:
+    params = [request.params for request in requests]
+    seeds, choices = (each.seed for each in params), (request.choice for request in requests)
+    top_k = np.array([each.top_k for each in params])
+    top_p = np.array([each.top_p for each in params])
+    min_p = np.array([each.min_p for each in params])
+    has_top_k = (top_k > 0) & (top_k < vocab_size)
+    return _Draws(
+        rows=rows,
+        kinds=np.where(has_top_k, _TOP_K, np.where(top_p < 1.0, _TOP_P, np.where(min_p > 0.0, _MIN_P, _UNCUT))),
+        temperatures=np.array([each.temperature for each in params]),
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        keys=noise_keys(seeds, choices, (request.output_position for request in requests)),
+        likeliest=likeliest[rows],
+    )
+
+
+def _tiles(num_rows: int, scores: Tensor) -> list[slice]:
+    entries = TILE_ENTRIES if scores.device.type == "cpu" else DEVICE_TILE_ENTRIES
+    step = max(1, entries // scores.shape[1])
+    return [slice(start, start + step) for start in range(0, num_rows, step)]
+
+
+def _run(rows: Ids) -> Rows:
+    """A slice where the rows follow each other: it copies nothing."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first + 1 == len(rows) else rows
+
+
+class _Lists(NamedTuple):
+    """One list of tokens for each row, in order of their ids, filled up with nothing to the longest."""
+
+    token_ids: Ids  # [R, K]
+    scaled: Floats  # [R, K] score / temperature; -inf where there is nothing
+    probabilities: Floats  # [R, K] 0 where there is nothing or the scan gave none
+    is_kept: npt.NDArray[np.bool_]  # [R, K]
+
+
+def _lists(places: Places, temperatures: Floats) -> _Lists:
+    """places of R rows, temperatures [R]."""
+    counts = np.bincount(places.rows, minlength=len(temperatures))
+    scaled = places.scores / temperatures[places.rows]
+    probabilities = np.zeros(len(scaled)) if places.probabilities is None else places.probabilities
+    if len(scaled) and counts.min() == counts.max():
+        shape = (len(counts), int(counts[0]))
+        is_kept = np.ones(shape, np.bool_)
+        return _Lists(places.token_ids.reshape(shape), scaled.reshape(shape), probabilities.reshape(shape), is_kept)
+    places_in_row = np.arange(len(places.rows)) - (np.cumsum(counts) - counts)[places.rows]
+    shape = (len(counts), max(int(counts.max()), 1))
+    lists = _Lists(np.zeros(shape, np.int64), np.full(shape, -np.inf), np.zeros(shape), np.zeros(shape, np.bool_))
+    index = (places.rows, places_in_row)
+    lists.token_ids[index] = places.token_ids
+    lists.scaled[index] = scaled
+    lists.probabilities[index] = probabilities
+    lists.is_kept[index] = True
+    return lists
+
+
+def _cut(scan: Scan, draws: _Draws, kind: int, vocab_size: int) -> _Lists:
+    """The tokens that each row draws from; of an uncut row those that can win."""
+    rows, temperatures = _run(draws.rows), draws.temperatures
+    if kind == _UNCUT:
+        return _lists(scan.contenders(rows, temperatures, draws.keys, draws.likeliest), temperatures)
+    if kind == _TOP_P:
+        # Tokens below weigh less than 1 - top_p together, so the nucleus lies among the others.
+        floors = (1.0 - draws.top_p) * (_ROUNDED / vocab_size)
+        lists = _lists(scan.likely(rows, temperatures, floors), temperatures)
+        is_kept = nucleus((lists.probabilities * _WHOLE).astype(np.int64), np.full(len(floors), _WHOLE), draws.top_p)
+        lists = lists._replace(is_kept=lists.is_kept & is_kept)
+    elif kind == _TOP_K:
+        lists = _lists(scan.not_below(rows, scan.kth_largest(rows, draws.top_k)), temperatures)
+        if (draws.top_p < 1.0).any():
+            masses = (np.exp(_below_best(lists)) * _LIKELIEST).astype(np.int64)
+            is_kept = nucleus(masses, masses.sum(axis=1).astype(np.float64), draws.top_p)
+            lists = lists._replace(is_kept=lists.is_kept & is_kept)
+    else:
+        best = scan.kth_largest(rows, np.ones(len(temperatures), np.int64))
+        floors = best + temperatures * np.log(draws.min_p)
+        floors -= (1.0 - _ROUNDED) * (np.abs(best) + np.abs(floors))
+        lists = _lists(scan.not_below(rows, floors), temperatures)
+    if draws.min_p.any():
+        lists = lists._replace(is_kept=lists.is_kept & (_below_best(lists) >= np.log(draws.min_p)[:, None]))
+    return lists
+
+
+def _below_best(lists: _Lists) -> Floats:
+    below: Floats = lists.scaled - lists.scaled.max(axis=1, keepdims=True)
+    return below
+
+
+def nucleus(masses: Ids, wholes: Floats, top_p: Floats) -> npt.NDArray[np.bool_]:
+    """Which of masses [R, K] make up the smallest set of largest ones with at least top_p of the whole; at least one.
+
+    Of equal ones the first are taken. wholes [R], top_p [R]; all are taken where top_p is 1 or more.
     """
-    probabilities = torch.softmax(scaled.double(), dim=-1)
-    likely = (probabilities * len(probabilities) >= 1.0 - top_p).nonzero().squeeze(1)
-    ordered, order = probabilities[likely].sort(descending=True, stable=True)
-    mass_before = ordered.cumsum(0) - ordered
-    kept = int((mass_before < top_p).sum())
-    return likely[order[: max(kept, 1)]].sort().values
+    ordered = np.sort(masses, axis=1)[:, ::-1]
+    before = (np.cumsum(ordered, axis=1) - ordered).astype(np.float64)
+    num_kept = np.maximum((before < (wholes * top_p)[:, None]).sum(axis=1), 1)
+    least = ordered[np.arange(len(masses)), num_kept - 1][:, None]
+    is_above, is_least = masses > least, masses == least
+    num_spare = num_kept - is_above.sum(axis=1)
+    is_kept: npt.NDArray[np.bool_] = is_above | (is_least & (np.cumsum(is_least, axis=1) <= num_spare[:, None]))
+    return is_kept | (top_p >= 1.0)[:, None]
 
 
-def noise_key(seed: int, choice: int, output_position: int) -> int:
-    """One 64-bit number per drawn token, from which each candidate's noise is hashed."""
-    state = 0
-    for part in (seed, choice, output_position):
-        state = _mix((state ^ (part & _MASK)) + _GAMMA)
-    return state
+def _race(lists: _Lists, draws: _Draws) -> Ids:
+    """The winner of each row [R]; a row of scores that are no numbers gives its likeliest token."""
+    index = np.nonzero(lists.is_kept)
+    token_ids = lists.token_ids[index]
+    noisy = np.full(lists.scaled.shape, -np.inf)
+    noisy[index] = lists.scaled[index] + gumbel_noise(draws.keys[index[0]], token_ids)
+    winners = lists.token_ids[np.arange(len(noisy)), noisy.argmax(axis=1)]
+    return np.where(noisy.max(axis=1) > -np.inf, winners, draws.likeliest)
 
 
-def _mix(state: int) -> int:
-    """splitmix64's finisher on Python integers."""
-    state &= _MASK
-    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
-        state = ((state ^ (state >> shift)) * factor) & _MASK
-    return state ^ (state >> _SHIFTS[-1])
+def _logprobs(logits: Tensor, requests: Sequence[SampleRequest], token_ids: Ids) -> dict[int, TokenLogprobs]:
+    """Natural logs of the softmax of unchanged scores, likeliest first, ties to lower ids; by row, where wanted."""
+    wanted = [(row, each.params.num_logprobs) for row, each in enumerate(requests)]
+    asked = np.array([(row, number) for row, number in wanted if number is not None], np.int64).reshape(-1, 2)
+    found: dict[int, TokenLogprobs] = {}
+    for tile in _tiles(len(asked), logits):
+        rows, numbers = asked[tile].T
+        logs = torch.log_softmax(logits[_run(rows)].double(), dim=-1)
+        chosen = logs[torch.arange(len(rows)), torch.from_numpy(token_ids[rows])].tolist()
+        top = _top(scan_of(logs), np.minimum(numbers, logits.shape[1]))
+        found |= {
+            row: TokenLogprobs(*pair) for row, pair in zip(rows.tolist(), zip(chosen, top, strict=True), strict=True)
+        }
+    return found
 
 
-def gumbel_noise(key: int, token_ids: Tensor) -> Tensor:
-    """Gumbel noise, float64, of each token id [K] under one key."""
-    state = (token_ids + 1) * _signed(_GAMMA) + _signed(key)
-    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
-        state = (state ^ _shift_right(state, shift)) * _signed(factor)
-    state = state ^ _shift_right(state, _SHIFTS[-1])
-    uniform = (_shift_right(state, 12).double() + 0.5) * 2.0**-52  # 52 bits: exactly inside (0, 1)
-    return -(-uniform.log()).log()
-
-
-def _signed(value: int) -> int:
-    """The same 64 bits as torch's int64 has them."""
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shift_right(state: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's own copies the sign down."""
-    return (state >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _logprobs(row: Tensor, chosen: int, num_top: int) -> TokenLogprobs:
-    """Natural logs of the unscaled softmax, likeliest first, ties to lower ids."""
-    logs = torch.log_softmax(row.double(), dim=-1)
-    num_top = min(num_top, len(logs))
-    top: tuple[tuple[int, float], ...] = ()
-    if num_top:
-        threshold = logs.topk(num_top).values[-1]
-        token_ids = (logs >= threshold).nonzero().squeeze(1)
-        pairs = sorted(zip(token_ids.tolist(), logs[token_ids].tolist(), strict=True), key=lambda pair: -pair[1])
-        top = tuple(pairs[:num_top])
-    return TokenLogprobs(chosen=float(logs[chosen]), top=top)
+def _top(scan: Scan, numbers: Ids) -> list[tuple[tuple[int, float], ...]]:
+    """The numbers[r] largest entries of each row with their token ids."""
+    if not numbers.any():
+        return [()] * len(numbers)
+    every = slice(0, len(numbers))
+    lists = _lists(scan.not_below(every, scan.kth_largest(every, np.maximum(numbers, 1))), np.ones(len(numbers)))
+    order = np.argsort(-lists.scaled, axis=1, kind="stable")
+    token_ids = np.take_along_axis(lists.token_ids, order, axis=1).tolist()
+    values = np.take_along_axis(lists.scaled, order, axis=1).tolist()
+    counts = np.minimum(lists.is_kept.sum(axis=1), numbers).tolist()
+    return [
+        tuple(zip(ids[:count], logs[:count], strict=True))
+        for ids, logs, count in zip(token_ids, values, counts, strict=True)
+    ]

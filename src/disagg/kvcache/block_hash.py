@@ -20,8 +20,15 @@ def extend_hashes(
     hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, root: BlockHash
 ) -> list[BlockHash]:
     """Append to `hashes` those of the full blocks of token_ids that are not in it yet; returns it."""
-    for index in range(len(hashes), len(token_ids) // block_size):
+    return append_hashes(hashes, token_ids[len(hashes) * block_size :], block_size, root)
+
+
+def append_hashes(
+    hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, root: BlockHash
+) -> list[BlockHash]:
+    """Append to `hashes` those of the full blocks of the tokens that follow its last block; returns it."""
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
         parent = hashes[-1] if hashes else root
-        tokens = array("q", token_ids[index * block_size : (index + 1) * block_size])
+        tokens = array("q", token_ids[start : start + block_size])
         hashes.append(BlockHash(hashlib.blake2b(parent + tokens.tobytes(), digest_size=HASH_BYTES).digest()))
     return hashes

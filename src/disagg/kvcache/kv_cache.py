@@ -6,7 +6,7 @@ import msgspec
 
 from disagg.core.errors import InternalFault
 from disagg.core.ids import BlockId
-from disagg.kvcache.block_hash import BlockHash, extend_hashes
+from disagg.kvcache.block_hash import BlockHash, append_hashes, extend_hashes
 from disagg.kvcache.block_pool import BlockPool, BlockState
 from disagg.kvcache.prefix_index import PrefixIndex
 
@@ -57,6 +57,10 @@ class KvCache:
     def extend_hashes(self, hashes: list[BlockHash], token_ids: Sequence[int]) -> list[BlockHash]:
         """Append the hashes of newly full blocks of token_ids to the sequence's own list."""
         return extend_hashes(hashes, token_ids, self.block_size, self._root)
+
+    def append_hashes(self, hashes: list[BlockHash], token_ids: Sequence[int], root: BlockHash) -> list[BlockHash]:
+        """Append the hashes of the full blocks of tokens that follow those of `hashes`, in a chain of this root."""
+        return append_hashes(hashes, token_ids, self.block_size, root)
 
     def num_matching_tokens(self, hashes: Sequence[BlockHash], max_tokens: int) -> int:
         """Tokens of the longest cached prefix, in whole blocks, at most max_tokens."""
@@ -118,6 +122,29 @@ class KvCache:
                 return
             if not self._index.try_insert(hashes[index], parent, blocks[index]):
                 return
+
+    def commit_shared(
+        self, hashes: Sequence[BlockHash], blocks: tuple[BlockId, ...], first: int
+    ) -> tuple[BlockId, ...]:
+        """Like commit, but gives up blocks whose contents are indexed already and holds the indexed ones instead.
+
+        Returns the blocks that the caller holds now; the same tuple when nothing changed. Nobody else may be reading
+        or writing blocks [first, len(hashes)).
+        """
+        held: list[BlockId] | None = None
+        for index in range(first, len(hashes)):
+            known = self._index.find(hashes[index])
+            if known == blocks[index]:
+                continue
+            if known is None or (index and (held or blocks)[index - 1] not in self._index):
+                break
+            held = held or list(blocks)
+            self._hold([known])
+            self.release([held[index]])
+            held[index] = known
+        shared = blocks if held is None else tuple(held)
+        self.commit(hashes, shared, first)
+        return shared
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """One user less of each. Last block first, so that leaves are evicted before their parents."""

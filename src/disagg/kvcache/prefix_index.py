@@ -33,6 +33,10 @@ class PrefixIndex:
         """All indexed blocks."""
         return set(self._hashes)
 
+    def find(self, block_hash: BlockHash) -> BlockId | None:
+        """The block that is indexed under this hash."""
+        return self._blocks.get(block_hash)
+
     def match(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
         """Blocks of the longest indexed prefix of the chain."""
         blocks: list[BlockId] = []

@@ -1,1 +1,2 @@
-"""Pure decisions: (views, now_s) -> decision + reason. No state is kept here and nothing is done here."""
+"""Pure decisions: (views, now_s) -> decision + reason. Nothing is done here. What a decision learns
+(step times, service of tenants) is a value that its owner keeps and feeds."""

@@ -71,6 +71,7 @@ class WorkerState(msgspec.Struct, frozen=True, array_like=True):
     num_handoffs: int = 0  # both ends
     num_waiting_tokens: int = 0  # prompt tokens not yet computed
     counters: tuple[CounterValue, ...] = ()
+    step_costs: tuple[float, ...] = ()  # learned coefficients of its step time, as in policy.step_time.StepCosts
 
 
 # --- worker -> router -------------------------------------------------------------------------------------------

@@ -17,9 +17,15 @@ MAX_STOPS: Final = 4
 MAX_STOP_CHARACTERS: Final = 1024
 MAX_CHAT_LOGPROBS: Final = 20
 MAX_COMPLETION_LOGPROBS: Final = 5
+MAX_BIASED_TOKENS: Final = 1024
 DEFAULT_COMPLETION_TOKENS: Final = 16
 _MAX_TOKENS: Final = 2**31 - 1
+_MAX_TOKEN_DIGITS: Final = 10
 _INT64: Final = (-(2**63), 2**63 - 1)
+_MAX_BIAS: Final = 100.0
+_MAX_PENALTY: Final = 2.0
+# Any factor above 0 would do; past these scores leave float32.
+_REPETITION_PENALTY: Final = (0.01, 100.0)
 _ROLES: Final = ("system", "developer", "user", "assistant")
 
 Prompt = str | tuple[int, ...]
@@ -39,6 +45,14 @@ class SharedParams(msgspec.Struct, frozen=True):
     include_usage: bool
     num_logprobs: int | None
     ignores_eos: bool = False  # an extension that load generators use: write on past the end of the text
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its score), by token id
+    # Not in OpenAI's API; named and meant as in vLLM's.
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
@@ -102,9 +116,6 @@ def read_completion(body: JsonObject) -> CompletionRequest:
 
 
 def _read_common(fields: Fields, model: str, max_tokens: int | None, num_logprobs: int | None) -> SharedParams:
-    fields.refuse_unless("logit_bias", {})
-    fields.refuse_unless("presence_penalty", 0)
-    fields.refuse_unless("frequency_penalty", 0)
     if fields.has("user"):
         fields.text("user")
     stream = fields.boolean("stream")
@@ -123,7 +134,45 @@ def _read_common(fields: Fields, model: str, max_tokens: int | None, num_logprob
         include_usage=options.boolean("include_usage") if options is not None else False,
         num_logprobs=num_logprobs,
         ignores_eos=fields.boolean("ignore_eos"),
+        presence_penalty=fields.number("presence_penalty", 0.0, -_MAX_PENALTY, _MAX_PENALTY),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -_MAX_PENALTY, _MAX_PENALTY),
+        logit_bias=_read_logit_bias(fields),
+        top_k=max(fields.integer("top_k", -1, _MAX_TOKENS) or 0, 0),  # -1 means all too
+        min_p=fields.number("min_p", 0.0, 0.0, 1.0),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, *_REPETITION_PENALTY),
+        min_tokens=_read_min_tokens(fields, max_tokens),
     )
+
+
+def _read_logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
+    """An object of token ids, spelled as strings, and what is added to their scores."""
+    biases = fields.nested("logit_bias")
+    if biases is None:
+        return ()
+    if len(biases.values) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(
+            f"'logit_bias' has {len(biases.values)} tokens; at most {MAX_BIASED_TOKENS} are allowed", param="logit_bias"
+        )
+    read: dict[int, float] = {}
+    for key in biases.values:
+        if not (key.isascii() and key.isdigit() and len(key) <= _MAX_TOKEN_DIGITS):
+            raise InvalidRequest(
+                f"'logit_bias' names {key[:40]!r}; its keys must be token ids", param="logit_bias", code="invalid_type"
+            )
+        read[int(key)] = biases.number(key, 0.0, -_MAX_BIAS, _MAX_BIAS)
+    return tuple(sorted(read.items()))
+
+
+def _read_min_tokens(fields: Fields, max_tokens: int | None) -> int:
+    min_tokens = fields.integer("min_tokens", 0, _MAX_TOKENS) or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"'min_tokens' is {min_tokens}, but the answer has at most {max_tokens} tokens; "
+            "ask for fewer or raise max_tokens",
+            param="min_tokens",
+            code="out_of_range",
+        )
+    return min_tokens
 
 
 def _read_top_p(fields: Fields) -> float:

@@ -301,4 +301,4 @@ class LiveService:
 
 
 def _state_fields(state: WorkerState) -> dict[str, int]:
-    return {name: value for name, value in msgspec.structs.asdict(state).items() if name != "counters"}
+    return {name: value for name, value in msgspec.structs.asdict(state).items() if isinstance(value, int)}

@@ -44,12 +44,15 @@ class ModelText:
         size = self.tokenizer.vocab_size
         for token_id in prompt:
             if not 0 <= token_id < size:
-                raise InvalidRequest(
-                    f"'prompt' holds token id {token_id}; this model's vocabulary is 0 to {size - 1}",
-                    param="prompt",
-                    code="token_out_of_vocabulary",
-                )
+                raise _unknown_token("prompt", token_id, size)
         return prompt
+
+    def checked_bias(self, logit_bias: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        """Raises InvalidRequest for an id without a token."""
+        for token_id, _ in logit_bias:
+            if token_id >= self.tokenizer.vocab_size:
+                raise _unknown_token("logit_bias", token_id, self.tokenizer.vocab_size)
+        return logit_bias
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> tuple[int, ...]:
         ids = self.tokenizer.encode(text, add_special_tokens)
@@ -58,6 +61,14 @@ class ModelText:
                 f"'{param}' is empty: it has no token at all; give at least one", param=param, code="empty_prompt"
             )
         return tuple(ids)
+
+
+def _unknown_token(param: str, token_id: int, vocab_size: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"'{param}' holds token id {token_id}; this model's vocabulary is 0 to {vocab_size - 1}",
+        param=param,
+        code="token_out_of_vocabulary",
+    )
 
 
 def chat_requests(request: ChatRequest, text: ModelText, status: ModelStatus, seed: int) -> tuple[GenerateRequest, ...]:
@@ -88,6 +99,13 @@ def _request(
             seed=chosen % 2**63,  # any 64-bit integer is a seed; engines take the non-negative ones
             stop_token_ids=() if params.ignores_eos else text.tokenizer.eos_ids,
             num_logprobs=params.num_logprobs,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logit_bias=text.checked_bias(params.logit_bias),
+            min_tokens=params.min_tokens,
         ),
         num_choices=params.num_choices,
         is_open_ended=params.max_tokens is None,

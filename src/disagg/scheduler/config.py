@@ -27,5 +27,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     lease_s: float = 30.0  # how long either end keeps things without hearing from the other
     answer_headroom: int = 64  # answer tokens that need room at admission; more is taken as the answer grows
     retry_s: float = 0.005  # before a refused reservation is asked again
-    starvation_s: float = 2.0  # a sequence refused this long may not be overtaken any more
+    starvation_s: float = 2.0  # a sequence refused room this long is not overtaken by any that came later
     reserve_ahead: int = 2  # step budgets of prompt work that may hold reservations at once

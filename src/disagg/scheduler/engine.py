@@ -11,6 +11,14 @@ from disagg.core.spans import KvLayout
 from disagg.kvcache.memory import Memory
 
 
+class TokenHistory(msgspec.Struct, frozen=True):
+    """All tokens before the one that is sampled. Within one attempt an answer only grows at its end."""
+
+    attempt: int
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+
 class StepRow(msgspec.Struct, frozen=True):
     """One sequence's part of a step: tokens to compute and where their KV goes.
 
@@ -24,6 +32,7 @@ class StepRow(msgspec.Struct, frozen=True):
     block_table: tuple[BlockId, ...]
     sampling: SamplingParams | None  # None: a chunk that is not the prompt's last; nothing is sampled
     output_position: int = 0  # position in the answer of the token that is sampled
+    history: TokenHistory | None = None  # where the sampling has a penalty; nobody else pays for it
 
 
 class StepPlan(msgspec.Struct, frozen=True):

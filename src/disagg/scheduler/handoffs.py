@@ -5,6 +5,7 @@ from collections.abc import Callable
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
 from disagg.protocol.handoff import DestinationState, SourceState
+from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.messages import (
     AnswerReservation,
     CancelHandoff,
@@ -25,6 +26,13 @@ _LEASED_SOURCE = (SourceState.ASKING, SourceState.OPEN, SourceState.DRAINING, So
 _LEASED_DESTINATION = (DestinationState.EXPECTED, DestinationState.RECEIVING)
 # A source that still queues holds nothing, but its destination expects to hear of it.
 _RENEWING_SOURCE = (SourceState.QUEUED, *_LEASED_SOURCE)
+# The many that decode need nobody.
+_STATES_WITH_PEER = (
+    SequenceState.WAITING,
+    SequenceState.PREFILLING,
+    SequenceState.RECEIVING,
+    SequenceState.HANDING_OFF,
+)
 
 End = HandoffSource | HandoffDestination
 
@@ -62,7 +70,7 @@ class Handoffs:
 
     def _ends(self, source_states: tuple[SourceState, ...], states: tuple[DestinationState, ...]) -> list[End]:
         ends: list[End] = []
-        for sequence in self._state.sequences.values():
+        for sequence in self._state.in_state(*_STATES_WITH_PEER):
             if sequence.source is not None and sequence.source.state in source_states:
                 ends.append(sequence.source)
             if sequence.destination is not None and sequence.destination.state in states:

@@ -58,21 +58,21 @@ class Receiving:
         self, sequence: Sequence, destination: HandoffDestination, message: RequestReservation
     ) -> AnswerReservation:
         state, config, num_tokens = self._state, self._state.config, message.num_tokens
-        hashes = state.cache.extend_hashes(sequence.hashes, sequence.token_ids(0, num_tokens))
+        hashes = state.extend_hashes(sequence, num_tokens)
         allocation = None
-        if not state.must_wait(sequence):
+        if not state.is_full() and not state.would_overtake(sequence):
             to_hold = sequence.num_tokens_to_hold(config.answer_headroom) if sequence.writes_answer else num_tokens
             allocation = state.cache.try_reserve(hashes, num_tokens, to_hold, state.num_spare_blocks)
         if allocation is None:
-            sequence.refused_since_s = min(sequence.refused_since_s, state.now_s)
+            state.refuse(sequence)
             text = f"{state.cache.num_available} of {config.num_blocks} blocks are free or cached now"
             return self._refuse(message, FailureKind.OVERLOADED, text)
         first_missing = min(allocation.num_cached * state.cache.block_size, num_tokens)
         destination.reserve(allocation, first_missing, num_tokens, config.layout.num_layers)
         destination.lease_until_s = state.now_s + config.lease_s
-        sequence.machine.fire(SequenceTrigger.BLOCKS_RESERVED)
-        sequence.refused_since_s = float("inf")
+        state.move(sequence, SequenceTrigger.BLOCKS_RESERVED)
         sequence.num_cached = first_missing
+        state.count_lookup(sequence)
         state.act(OpenGrant(destination.grant_key, destination.peer, allocation.reserved))
         destination.answer = AnswerReservation(
             handoff_id=message.handoff_id,
@@ -152,15 +152,15 @@ class Receiving:
         sequence.num_received = destination.num_tokens - destination.first_missing_token
         state.counters.add(PROMPT_TOKENS_RECEIVED, sequence.num_received)
         state.counters.add(HANDOFFS, label="received")
-        state.cache.commit(sequence.hashes, sequence.blocks, sequence.num_committed)
+        sequence.blocks = state.cache.commit_shared(sequence.hashes, sequence.blocks, sequence.num_committed)
         sequence.num_committed = len(sequence.hashes)
         if sequence.task is Task.RECEIVE_PREFIX or destination.first_token is None:
             state.finish(sequence)
             return
-        sequence.machine.fire(SequenceTrigger.KV_COMPLETE)
+        state.move(sequence, SequenceTrigger.KV_COMPLETE)
         sequence.answer_ids.append(destination.first_token.token_id)
         # The source sent it to the router too; should the source die, ours still arrives. Positions tell repeats.
-        state.emit_token(destination.first_token)
+        state.emit_tokens((destination.first_token,))
         if sequence.finish_reason() is not None:
             state.finish(sequence)
 

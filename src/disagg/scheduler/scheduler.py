@@ -10,7 +10,9 @@ One public mutator, `handle(event, now_s)`, returns what the loop must do. At mo
 runs its sequences keep their blocks, whatever else happens to them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import msgspec
 
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import Fence, HandoffId
@@ -91,7 +93,7 @@ class Scheduler:
         """When to send ClockTicked if nothing else happens; infinity for never."""
         retries = [
             sequence.source.retry_at_s
-            for sequence in self._state.sequences.values()
+            for sequence in self._state.in_state(SequenceState.WAITING)
             if sequence.source is not None and sequence.source.retry_at_s > self._state.now_s
         ]
         return min([self._handoffs.next_wake_s(), *retries], default=float("inf"))
@@ -110,18 +112,19 @@ class Scheduler:
 
     def snapshot(self) -> WorkerState:
         pool, sequences = self._state.cache.pool, self._state.sequences.values()
-        waiting = [sequence for sequence in sequences if sequence.state is SequenceState.WAITING]
+        num_waiting = self._state.num_in_state(SequenceState.WAITING)
         return WorkerState(
             num_free_blocks=pool.count(BlockState.FREE),
             num_cached_blocks=pool.count(BlockState.CACHED),
             num_reserved_blocks=pool.count(BlockState.RESERVED),
             num_held_blocks=pool.count(BlockState.HELD),
             num_quarantined_blocks=pool.count(BlockState.QUARANTINED),
-            num_waiting=len(waiting),
-            num_running=len(sequences) - len(waiting),
+            num_waiting=num_waiting,
+            num_running=len(sequences) - num_waiting,
             num_handoffs=self._handoffs.num_open(),
             num_waiting_tokens=sum(s.num_unread_tokens for s in sequences if s.task not in _RECEIVES),
             counters=tuple(CounterValue(*item) for item in self._state.counters.items()),
+            step_costs=msgspec.structs.astuple(self._state.step_times.costs),
         )
 
     def check_invariants(self) -> None:
@@ -180,7 +183,15 @@ class Scheduler:
             report = ReportFailure(message.spec.sequence_id, message.attempt, failure)
             self._state.act(SendToRouter(report))
             return
-        sequence = Sequence(message.spec, message.task, message.attempt, self._next_arrival, message.emitted_ids)
+        sequence = Sequence(
+            message.spec,
+            message.task,
+            message.attempt,
+            self._next_arrival,
+            message.emitted_ids,
+            arrived_s=self._state.now_s,
+            root=self._state.root_of(message.spec.cache_salt),
+        )
         self._next_arrival += 1
         if message.peer is not None and message.peer_incarnation is not None:
             mine, theirs = self.config.incarnation, message.peer_incarnation
@@ -225,40 +236,47 @@ class Scheduler:
 
     # --- admission ---------------------------------------------------------------------------------------------
 
-    def _waiting(self) -> list[Sequence]:
-        waiting = [s for s in self._state.sequences.values() if s.state is SequenceState.WAITING]
-        return sorted(waiting, key=lambda sequence: (-sequence.spec.priority, sequence.arrival))
+    def _waiting(self, *tasks: Task) -> Iterator[Sequence]:
+        """Sequences without blocks that have one of these tasks here, in the order in which they are to run."""
+        state = self._state
+        waiting = state.in_state(SequenceState.WAITING)
+        without = [each for each in waiting if not each.blocks and each.task in tasks]
+        return (each for each in state.in_reading_order(without) if not state.would_overtake(each))
 
     def _admit(self) -> None:
-        """Give waiting WHOLE sequences their blocks, first come first served: who does not fit now waits."""
+        """Give waiting WHOLE sequences their blocks, in order: when one does not fit, those behind it wait too."""
         state = self._state
-        for sequence in self._waiting():
-            if sequence.task is not Task.WHOLE:
-                continue
-            if state.must_wait(sequence):
-                return
-            hashes = state.cache.extend_hashes(sequence.hashes, sequence.token_ids(0, sequence.num_to_read))
+        if state.is_full():
+            return
+        for sequence in self._waiting(Task.WHOLE):
+            hashes = state.extend_hashes(sequence, sequence.num_to_read)
             to_hold = sequence.num_tokens_to_hold(self.config.answer_headroom)
             # The last token is always computed: its logits give the next token of the answer.
             allocation = state.cache.try_allocate(hashes, sequence.num_to_read - 1, to_hold, state.num_spare_blocks)
             if allocation is None:
-                sequence.refused_since_s = min(sequence.refused_since_s, state.now_s)
+                state.refuse(sequence)
                 return
-            sequence.machine.fire(SequenceTrigger.BLOCKS_ALLOCATED)
-            sequence.refused_since_s = float("inf")
+            state.move(sequence, SequenceTrigger.BLOCKS_ALLOCATED)
             sequence.blocks = allocation.blocks
             sequence.num_cached = sequence.num_computed = allocation.num_cached * state.cache.block_size
+            state.count_lookup(sequence)
+            if state.is_full():
+                return
 
     def _ask_reservations(self) -> None:
         """Ask peers for room shortly before the first chunk can run, for a few steps' worth of prompts at most."""
         state = self._state
+        if state.is_full():
+            return
         room = self.config.reserve_ahead * self.config.budget.chunk_tokens
-        asked = (sequence for sequence in state.sequences.values() if sequence.source is not None and sequence.blocks)
-        room -= sum(sequence.num_unread_tokens for sequence in asked)
-        for sequence in self._waiting():
+        reading = state.in_state(SequenceState.WAITING, SequenceState.PREFILLING)
+        room -= sum(each.num_unread_tokens for each in reading if each.source is not None and each.blocks)
+        for sequence in self._waiting(*_SENDS):
             source = sequence.source
-            if source is None or sequence.blocks or source.retry_at_s > state.now_s:
+            if room <= 0:
+                return
+            if source is None or source.retry_at_s > state.now_s:
                 continue
-            if room <= 0 or state.must_wait(sequence) or not self._handoffs.sending.ask_reservation(sequence, source):
+            if state.is_full() or not self._handoffs.sending.ask_reservation(sequence, source):
                 return
             room -= sequence.num_unread_tokens

@@ -38,7 +38,7 @@ class Sending:
         """Pin or take the source's own blocks and ask the peer. False when there is no room here now."""
         state, cache = self._state, self._state.cache
         num_tokens = sequence.num_to_read
-        hashes = cache.extend_hashes(sequence.hashes, sequence.token_ids(0, num_tokens))
+        hashes = state.extend_hashes(sequence, num_tokens)
         # The last token is always computed: its logits give the next token of the answer.
         max_cached = num_tokens - 1
         if sequence.task is Task.SEND_PREFIX:
@@ -87,7 +87,7 @@ class Sending:
             self._push(source.push_computed(sequence.blocks, sequence.num_computed, config.max_push_bytes))
         source.first_token = first_token
         source.machine.fire(SourceTrigger.PREFILL_FINISHED)
-        sequence.machine.fire(SequenceTrigger.PROMPT_COMPUTED_FOR_PEER)
+        self._state.move(sequence, SequenceTrigger.PROMPT_COMPUTED_FOR_PEER)
         self._state.tell(source.peer, FinishPrefill(source.handoff_id, source.fence, first_token))
         self._finish_if_done(sequence, source)
 
@@ -134,8 +134,9 @@ class Sending:
             return
         source.grant(message)
         source.lease_until_s = state.now_s + state.config.lease_s
-        sequence.machine.fire(SequenceTrigger.BLOCKS_ALLOCATED)
+        state.move(sequence, SequenceTrigger.BLOCKS_ALLOCATED)
         sequence.num_computed = sequence.num_cached
+        state.count_lookup(sequence)
         if state.config.handoff_mode is HandoffMode.LAYERWISE or sequence.task is Task.SEND_PREFIX:
             self._push(source.push_computed(sequence.blocks, sequence.num_cached, state.config.max_push_bytes))
         if sequence.task is Task.SEND_PREFIX:

@@ -4,12 +4,15 @@ from disagg.core.ids import BlockId, HandoffId, SequenceId
 from disagg.core.request import FinishReason, SequenceSpec, finish_reason
 from disagg.core.roles import Task
 from disagg.kvcache.block_hash import BlockHash
+from disagg.policy.batching import PromptWork
 from disagg.protocol.handoff import DestinationState
 from disagg.protocol.lifecycle import SEQUENCE_TABLE, SequenceState
 from disagg.protocol.table import Machine
 from disagg.scheduler.destination import HandoffDestination
-from disagg.scheduler.engine import StepRow
+from disagg.scheduler.engine import StepRow, TokenHistory
 from disagg.scheduler.source import HandoffSource
+
+_OVER = (SequenceState.CLOSING, SequenceState.ENDED)
 
 
 class Sequence:
@@ -21,32 +24,47 @@ class Sequence:
     """
 
     __slots__ = (
+        "_waiting_work",
         "answer_ids",
         "arrival",
+        "arrived_s",
         "attempt",
         "blocks",
         "destination",
         "hashes",
+        "is_counted",
         "is_in_step",
         "machine",
         "num_cached",
         "num_committed",
         "num_computed",
+        "num_expected",
         "num_received",
         "num_to_read",
         "refused_since_s",
+        "root",
         "source",
         "spec",
         "task",
     )
 
     def __init__(
-        self, spec: SequenceSpec, task: Task, attempt: int, arrival: int, emitted_ids: tuple[int, ...] = ()
+        self,
+        spec: SequenceSpec,
+        task: Task,
+        attempt: int,
+        arrival: int,
+        emitted_ids: tuple[int, ...] = (),
+        *,
+        arrived_s: float,
+        root: BlockHash,
     ) -> None:
         self.spec = spec
         self.task = task
         self.attempt = attempt
         self.arrival = arrival
+        self.arrived_s = arrived_s
+        self.root = root  # of its chain of block hashes
         self.refused_since_s = float("inf")  # first time that there was no room for it
         self.machine = Machine(SEQUENCE_TABLE, f"{spec.sequence_id} ({task.value})")
         self.source: HandoffSource | None = None
@@ -59,7 +77,10 @@ class Sequence:
         self.num_cached = 0
         self.num_received = 0
         self.num_committed = 0  # blocks
+        self.num_expected = 0  # tokens found in the prefix index when it came: what is cached is known at admission
+        self._waiting_work: PromptWork | None = None
         self.is_in_step = False
+        self.is_counted = False  # among its tenant's open prompts
 
     @property
     def sequence_id(self) -> SequenceId:
@@ -75,7 +96,7 @@ class Sequence:
 
     @property
     def is_live(self) -> bool:
-        return self.state not in (SequenceState.CLOSING, SequenceState.ENDED)
+        return self.machine.state not in _OVER
 
     @property
     def needs_peer(self) -> bool:
@@ -92,6 +113,33 @@ class Sequence:
     def num_unread_tokens(self) -> int:
         """Known tokens whose KV is still to be computed before decoding starts."""
         return max(0, self.num_to_read - self.num_computed)
+
+    @property
+    def reads_here(self) -> bool:
+        """Whether a prompt is still to be computed on this worker."""
+        is_open = self.state in (SequenceState.WAITING, SequenceState.PREFILLING)
+        return is_open and self.task not in (Task.DECODE, Task.RECEIVE_PREFIX)
+
+    @property
+    def prompt_work(self) -> PromptWork:
+        """What is to be read here before the next token of the answer."""
+        if self.state is not SequenceState.WAITING:
+            return self._work_from(self.num_computed)
+        if self._waiting_work is None:  # many may wait, at every step
+            self._waiting_work = self._work_from(self.num_expected)
+        return self._waiting_work
+
+    def _work_from(self, position: int) -> PromptWork:
+        return PromptWork(
+            sequence_id=self.spec.sequence_id,
+            num_remaining_tokens=self.num_to_read - position,
+            position=position,
+            priority=self.spec.priority,
+            is_begun=bool(self.answer_ids),
+            tenant=self.spec.tenant,
+            arrived_s=self.arrived_s,
+            arrival=self.arrival,
+        )
 
     @property
     def writes_answer(self) -> bool:
@@ -120,29 +168,33 @@ class Sequence:
         """Preempted: its blocks are gone, all tokens so far are to be read again."""
         self.task = Task.WHOLE
         self.num_to_read = self.num_prompt_tokens + len(self.answer_ids)
-        self.num_computed = self.num_cached = self.num_received = self.num_committed = 0
+        self.num_computed = self.num_cached = self.num_received = self.num_committed = self.num_expected = 0
+        self._waiting_work = None
         self.hashes.clear()
         self.destination = None
 
     def prompt_row(self, num_tokens: int) -> StepRow:
         """The next chunk of what is to be read; the last one samples the next token of the answer."""
         stop = self.num_computed + num_tokens
+        is_last = stop == self.num_to_read
         return StepRow(
             sequence_id=self.sequence_id,
             token_ids=self.token_ids(self.num_computed, stop),
             position=self.num_computed,
             block_table=self.blocks,
-            sampling=self.spec.sampling if stop == self.num_to_read else None,
+            sampling=self.spec.sampling if is_last else None,
             output_position=len(self.answer_ids),
+            history=self._history() if is_last else None,
         )
 
     def decode_row(self) -> StepRow:
         """The last token of the answer, to get the next."""
-        return StepRow(
-            sequence_id=self.sequence_id,
-            token_ids=(self.answer_ids[-1],),
-            position=self.num_computed,
-            block_table=self.blocks,
-            sampling=self.spec.sampling,
-            output_position=len(self.answer_ids),
-        )
+        spec, answer_ids = self.spec, self.answer_ids
+        history = self._history() if spec.sampling.has_penalty else None
+        row = (spec.sequence_id, (answer_ids[-1],), self.num_computed, self.blocks, spec.sampling, len(answer_ids))
+        return StepRow(*row, history)
+
+    def _history(self) -> TokenHistory | None:
+        if not self.spec.sampling.has_penalty:
+            return None
+        return TokenHistory(self.attempt, self.spec.prompt_ids, tuple(self.answer_ids))

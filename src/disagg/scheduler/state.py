@@ -1,13 +1,18 @@
 """What the parts of one worker's scheduler share: blocks, sequences, peers, counters, and the actions so far."""
 
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from disagg.core.errors import Failure, InternalFault
 from disagg.core.ids import BlockId, HandoffId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken
-from disagg.kvcache.block_hash import root_hash
+from disagg.kvcache.block_hash import BlockHash, root_hash
 from disagg.kvcache.block_pool import BlockState
 from disagg.kvcache.kv_cache import KvCache
+from disagg.policy.batching import order_prompts
+from disagg.policy.fairness import TenantService
+from disagg.policy.step_time import StepTimes
 from disagg.protocol.handoff import DestinationState, DestinationTrigger, SourceState, SourceTrigger
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
 from disagg.protocol.messages import (
@@ -24,7 +29,14 @@ from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.sequence import Sequence
 from disagg.telemetry.counters import Counters
-from disagg.telemetry.metrics import HANDOFF_BYTES, HANDOFFS, MESSAGES_IGNORED, SEQUENCES
+from disagg.telemetry.metrics import (
+    HANDOFF_BYTES,
+    HANDOFFS,
+    MESSAGES_IGNORED,
+    PREFIX_TOKENS_HIT,
+    PREFIX_TOKENS_LOOKED_UP,
+    SEQUENCES,
+)
 
 MAX_REMEMBERED = 4096  # ended attempts
 
@@ -39,13 +51,18 @@ class SchedulerState:
         self.config = config
         self.role = config.role
         self.is_draining = False
-        root = root_hash(config.model_digest, config.numerics.value)
-        self.cache = KvCache(config.num_blocks, config.layout.block_size, root)
+        self.cache = KvCache(config.num_blocks, config.layout.block_size, self.root_of(""))
         self.counters = Counters()
         # In order of arrival. An attempt that was dropped stays until nothing uses its blocks any more.
         self.sequences: dict[HandoffId, Sequence] = {}
         self.peers: dict[WorkerId, WorkerCard] = {}
         self.now_s = 0.0
+        self.step_times = StepTimes()
+        self.tenants = TenantService()
+        # By state, then by arrival; in each state in order of entering it.
+        self._in_state: dict[SequenceState, dict[int, Sequence]] = {state: {} for state in SequenceState}
+        self._refused: dict[int, Sequence] = {}  # waiting, and there was no room at least once
+        self._streams: tuple[Sequence, ...] | None = None
         self._live: dict[SequenceId, Sequence] = {}
         # So that a late repeat starts nothing, and a source that asks hears whether its hand-off was taken.
         self._ended: OrderedDict[HandoffId, bool] = OrderedDict()
@@ -64,6 +81,90 @@ class SchedulerState:
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.attempt_id] = sequence
         self._live[sequence.sequence_id] = sequence
+        self._in_state[sequence.state][sequence.arrival] = sequence
+        self._expect_hits(sequence)
+        self._count_open(sequence)
+
+    def move(self, sequence: Sequence, trigger: SequenceTrigger) -> None:
+        """Fire a trigger of the sequence's table. Nothing else changes the state of a sequence that was added."""
+        before = sequence.state
+        del self._in_state[before][sequence.arrival]
+        state = sequence.machine.fire(trigger)
+        self._in_state[state][sequence.arrival] = sequence
+        if SequenceState.DECODING in (before, state):
+            self._streams = None
+        if before is SequenceState.WAITING:
+            self._refused.pop(sequence.arrival, None)
+            sequence.refused_since_s = float("inf")
+        self._count_open(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """A stream gives up its blocks and starts over; from now on it waits for room like one that was refused it."""
+        self.cache.release(sequence.blocks)
+        sequence.blocks = ()
+        sequence.start_over()
+        self.move(sequence, SequenceTrigger.PREEMPTED)
+        self._expect_hits(sequence)
+        self.refuse(sequence)
+
+    def refuse(self, sequence: Sequence) -> None:
+        """There was no room for a waiting sequence."""
+        sequence.refused_since_s = min(sequence.refused_since_s, self.now_s)
+        self._refused[sequence.arrival] = sequence
+
+    def in_state(self, *states: SequenceState) -> Iterator[Sequence]:
+        """Sequences in these states; take a list of it before changing any."""
+        return chain.from_iterable(self._in_state[state].values() for state in states)
+
+    def num_in_state(self, state: SequenceState) -> int:
+        return len(self._in_state[state])
+
+    def streams(self) -> tuple[Sequence, ...]:
+        """Those that write answers: the higher priority first, then the older."""
+        if self._streams is None:
+            decoding = self._in_state[SequenceState.DECODING].values()
+            self._streams = tuple(sorted(decoding, key=lambda each: (-each.spec.priority, each.arrival)))
+        return self._streams
+
+    def in_reading_order(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
+        """The order in which prompts are to run; lazily. Take in what changes it before asking again."""
+        by_id = {sequence.sequence_id: sequence for sequence in sequences}
+        if len(by_id) < 2:
+            return iter(by_id.values())
+        work = (sequence.prompt_work for sequence in by_id.values())
+        services = self.tenants.services(self.now_s)
+        ordered = order_prompts(work, self.now_s, costs=self.step_times.costs, services=services)
+        return (by_id[item.sequence_id] for item in ordered)
+
+    def _count_open(self, sequence: Sequence) -> None:
+        reads_here = sequence.reads_here
+        if reads_here and not sequence.is_counted:
+            self.tenants.arrive(sequence.spec.tenant, self.now_s)
+        elif sequence.is_counted and not reads_here:
+            self.tenants.leave(sequence.spec.tenant)
+        sequence.is_counted = reads_here
+
+    # --- prefixes ----------------------------------------------------------------------------------------------
+
+    def root_of(self, salt: str) -> BlockHash:
+        """Where the chains of block hashes of sequences with this salt begin."""
+        return root_hash(self.config.model_digest, self.config.numerics.value, salt)
+
+    def extend_hashes(self, sequence: Sequence, num_tokens: int) -> list[BlockHash]:
+        """The sequence's own hashes, at least those of the full blocks of its first num_tokens tokens."""
+        known = len(sequence.hashes) * self.cache.block_size
+        return self.cache.append_hashes(sequence.hashes, sequence.token_ids(known, num_tokens), sequence.root)
+
+    def count_lookup(self, sequence: Sequence) -> None:
+        """A sequence got its blocks: some of its tokens were in the index."""
+        label = sequence.task.value
+        self.counters.add(PREFIX_TOKENS_LOOKED_UP, sequence.num_to_read, label=label)
+        self.counters.add(PREFIX_TOKENS_HIT, sequence.num_cached, label=label)
+
+    def _expect_hits(self, sequence: Sequence) -> None:
+        if sequence.reads_here:
+            hashes = self.extend_hashes(sequence, sequence.num_to_read)
+            sequence.num_expected = self.cache.num_matching_tokens(hashes, sequence.num_to_read - 1)
 
     def has_taken(self, attempt_id: HandoffId) -> bool:
         """Whether the KV of an attempt that has ended here had come from its peer, whole."""
@@ -80,8 +181,8 @@ class SchedulerState:
     def tell(self, peer: WorkerId, message: WorkerToWorker) -> None:
         self._actions.append(SendToPeer(peer, message))
 
-    def emit_token(self, token: EmittedToken) -> None:
-        self._tokens.append(token)
+    def emit_tokens(self, tokens: Iterable[EmittedToken]) -> None:
+        self._tokens.extend(tokens)
 
     def report_prompt(self, sequence: Sequence) -> None:
         num_computed = sequence.num_to_read - sequence.num_cached
@@ -111,30 +212,30 @@ class SchedulerState:
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks to compute or receive into."""
-        sequences = self.sequences.values()
-        return sum(1 for sequence in sequences if sequence.blocks or sequence.state is not SequenceState.WAITING)
+        waiting = self._in_state[SequenceState.WAITING]
+        return len(self.sequences) - len(waiting) + sum(1 for sequence in waiting.values() if sequence.blocks)
+
+    def is_full(self) -> bool:
+        """Whether as many run as may."""
+        return self.num_running >= self.config.budget.max_running
 
     @property
     def num_spare_blocks(self) -> int:
         """Blocks to leave at an admission: running streams grow, and preempting them would cost more than waiting."""
-        return sum(1 for sequence in self.sequences.values() if sequence.state is SequenceState.DECODING)
+        return len(self._in_state[SequenceState.DECODING])
 
-    def must_wait(self, sequence: Sequence) -> bool:
-        """Too many run already, or somebody older has been refused room for too long to be overtaken again."""
-        if self.num_running >= self.config.budget.max_running:
-            return True
+    def would_overtake(self, sequence: Sequence) -> bool:
+        """Somebody older has been refused room for too long to be overtaken again."""
         limit_s = self.now_s - self.config.starvation_s
         return any(
-            other.refused_since_s < limit_s and other.arrival < sequence.arrival
-            for other in self.sequences.values()
-            if other.state is SequenceState.WAITING
+            other.refused_since_s < limit_s and other.arrival < sequence.arrival for other in self._refused.values()
         )
 
     # --- ends of sequences -------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence) -> None:
         """This worker's part has ended well."""
-        sequence.machine.fire(SequenceTrigger.FINISHED)
+        self.move(sequence, SequenceTrigger.FINISHED)
         source = sequence.source
         reason = sequence.finish_reason() if sequence.writes_answer else None
         self._reports.append(
@@ -154,6 +255,9 @@ class SchedulerState:
             self.counters.add(HANDOFFS, label="sent")
             self.counters.add(HANDOFF_BYTES, source.hidden_bytes, label="hidden")
             self.counters.add(HANDOFF_BYTES, source.acknowledged_bytes - source.hidden_bytes, label="visible")
+            # Nobody reads them any more: blocks computed twice at once can become the ones that are indexed.
+            hashes = sequence.hashes[: sequence.num_committed]
+            sequence.blocks = self.cache.commit_shared(hashes, sequence.blocks, 0)
         self.counters.add(SEQUENCES, label="finished")
         self._forget(sequence)
 
@@ -175,9 +279,9 @@ class SchedulerState:
         in_use |= self._cancel_destination(sequence, failure, tell_peer=tell_peer)
         self.counters.add(SEQUENCES, label=failure.kind.value)
         if in_use:
-            sequence.machine.fire(SequenceTrigger.DROPPED_IN_USE)
+            self.move(sequence, SequenceTrigger.DROPPED_IN_USE)
         else:
-            sequence.machine.fire(SequenceTrigger.DROPPED)
+            self.move(sequence, SequenceTrigger.DROPPED)
             self._forget(sequence)
 
     def end_if_unused(self, sequence: Sequence) -> None:
@@ -188,7 +292,7 @@ class SchedulerState:
             return
         if sequence.destination is not None and sequence.destination.state is DestinationState.FENCING:
             return
-        sequence.machine.fire(SequenceTrigger.RELEASED)
+        self.move(sequence, SequenceTrigger.RELEASED)
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
@@ -196,6 +300,7 @@ class SchedulerState:
         self.cache.release(sequence.blocks)
         sequence.blocks = ()
         del self.sequences[sequence.attempt_id]
+        del self._in_state[sequence.state][sequence.arrival]
         if self._live.get(sequence.sequence_id) is sequence:
             del self._live[sequence.sequence_id]
         destination = sequence.destination
@@ -256,6 +361,9 @@ class SchedulerState:
 
     def check_invariants(self) -> None:
         self.cache.check_invariants()
+        self.step_times.check_invariants()
+        self.tenants.check_invariants()
+        self._check_lists()
         pool = self.cache.pool
         users = [0] * pool.num_blocks
         apart: dict[BlockState, set[BlockId]] = {BlockState.RESERVED: set(), BlockState.QUARANTINED: set()}
@@ -279,3 +387,19 @@ class SchedulerState:
         for state, blocks in apart.items():
             if blocks != pool.blocks_in(state):
                 raise InternalFault(f"{state} blocks are {pool.blocks_in(state)}, hand-offs say {blocks}")
+
+    def _check_lists(self) -> None:
+        """What is kept so that no event looks at every sequence."""
+        for state, listed in self._in_state.items():
+            expected = {each.arrival: each for each in self.sequences.values() if each.state is state}
+            if listed != expected:
+                raise InternalFault(f"{state} lists arrivals {sorted(listed)}, they are {sorted(expected)}")
+        waiting = self._in_state[SequenceState.WAITING]
+        refused = {arrival for arrival, each in waiting.items() if each.refused_since_s < float("inf")}
+        if self._refused.keys() != refused:
+            raise InternalFault(f"refused are arrivals {sorted(refused)}, listed {sorted(self._refused)}")
+        if self._streams is not None and {*self._streams} != {*self._in_state[SequenceState.DECODING].values()}:
+            raise InternalFault("the ordered streams are not those that decode")
+        for sequence in self.sequences.values():
+            if sequence.is_counted != sequence.reads_here:
+                raise InternalFault(f"{sequence.attempt_id} is {sequence.state} and counted otherwise")

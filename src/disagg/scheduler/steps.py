@@ -5,12 +5,13 @@ or an unused cached one, else the youngest stream gives up its blocks and starts
 what it has written is read again, and row independence makes that the same tokens). Prompts fill what is left.
 """
 
-from typing import NamedTuple
+from collections import deque
 
 from disagg.core.ids import StepId
 from disagg.core.request import EmittedToken
-from disagg.core.roles import HandoffMode
-from disagg.policy.batching import PromptWork, plan_chunks
+from disagg.core.roles import HandoffMode, Task
+from disagg.policy.batching import plan_chunks
+from disagg.policy.step_time import StepShape
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
 from disagg.scheduler.actions import RunStep
 from disagg.scheduler.engine import StepPlan, StepResult, StepRow
@@ -28,13 +29,7 @@ from disagg.telemetry.metrics import (
     STEPS,
 )
 
-
-class _Row(NamedTuple):
-    """A row of the running step and whose it is."""
-
-    sequence: Sequence
-    row: StepRow
-    is_stream: bool
+_Row = tuple[Sequence, StepRow]  # of the running step, and whose it is
 
 
 class Steps:
@@ -45,6 +40,7 @@ class Steps:
         self._sending = sending
         self._running: StepPlan | None = None
         self._rows: tuple[_Row, ...] = ()
+        self._shape = StepShape()
         self._next_step = 0
 
     @property
@@ -56,50 +52,60 @@ class Steps:
         if self._running is not None:
             return
         streams = self._streams()
-        rows = [_Row(stream, stream.decode_row(), True) for stream in streams]
-        prompts = self._in_order(SequenceState.PREFILLING)
-        by_id = {sequence.sequence_id: sequence for sequence in prompts}
-        work = (PromptWork(sequence.sequence_id, sequence.num_unread_tokens) for sequence in prompts)
-        for chunk in plan_chunks(work, num_streams=len(rows), budget=self._state.config.budget):
-            sequence = by_id[chunk.sequence_id]
-            rows.append(_Row(sequence, sequence.prompt_row(chunk.num_tokens), False))
+        rows: list[_Row] = [(stream, stream.decode_row()) for stream in streams]
+        shape = StepShape(num_streams=len(rows), stream_context=sum(stream.num_computed + 1 for stream in streams))
+        for sequence, num_tokens in self._chunks(shape):
+            shape = shape.add_chunk(sequence.num_computed, num_tokens)
+            rows.append((sequence, sequence.prompt_row(num_tokens)))
         if not rows:
             return
-        for sequence, _, _ in rows:
+        for sequence, _ in rows:
             sequence.is_in_step = True
             if sequence.source is not None:
                 sequence.source.start_step()
-        self._rows = tuple(rows)
-        self._running = StepPlan(StepId(self._next_step), tuple(row.row for row in rows), self._report_every(rows))
+        self._rows, self._shape = tuple(rows), shape
+        self._running = StepPlan(StepId(self._next_step), tuple(row for _, row in rows), self._report_every(rows))
         self._next_step += 1
         self._state.act(RunStep(self._running))
+
+    def _chunks(self, streams: StepShape) -> list[tuple[Sequence, int]]:
+        """Prompts of a step with these streams, and how many tokens of each."""
+        state = self._state
+        prompts = {each.sequence_id: each for each in state.in_state(SequenceState.PREFILLING)}
+        if not prompts:
+            return []
+        chunks = plan_chunks(
+            (sequence.prompt_work for sequence in state.in_reading_order(prompts.values())),
+            streams=streams,
+            budget=state.config.budget,
+            costs=state.step_times.costs if state.step_times.is_learned else None,
+            min_tokens=state.cache.block_size,
+        )
+        return [(prompts[chunk.sequence_id], chunk.num_tokens) for chunk in chunks]
 
     def _report_every(self, rows: list[_Row]) -> int:
         """Layers that make up the smallest push of this step; 0 when nothing is pushed while it runs."""
         config = self._state.config
         layers = [
             sequence.source.layers_per_push(row.position, row.position + len(row.token_ids), config.min_push_bytes)
-            for sequence, row, _ in rows
+            for sequence, row in rows
             if sequence.source is not None
         ]
         return min(layers, default=0) if config.handoff_mode is HandoffMode.LAYERWISE else 0
 
-    def _in_order(self, state: SequenceState) -> list[Sequence]:
-        sequences = (each for each in self._state.sequences.values() if each.state is state)
-        return sorted(sequences, key=lambda each: (-each.spec.priority, each.arrival))
-
     def _streams(self) -> list[Sequence]:
         """Streams that have room for their next token; makes room at the expense of the youngest."""
-        streams = self._in_order(SequenceState.DECODING)
+        waiting = deque(self._state.streams())
+        block_size = self._state.cache.block_size
         ready: list[Sequence] = []
-        while streams:
-            stream = streams.pop(0)
-            while not self._try_grow(stream):
-                if not streams:
+        while waiting:
+            stream = waiting.popleft()
+            while stream.num_computed >= len(stream.blocks) * block_size and not self._try_grow(stream):
+                if not waiting:
                     if ready:  # itself the youngest; alone, it waits for a hand-off to land or to be given up
                         self._preempt(stream)
                     break
-                self._preempt(streams.pop())
+                self._preempt(waiting.pop())
             else:
                 ready.append(stream)
         return ready
@@ -117,17 +123,13 @@ class Steps:
 
     def _preempt(self, stream: Sequence) -> None:
         self._state.counters.add(PREEMPTIONS)
-        self._state.cache.release(stream.blocks)
-        stream.blocks = ()
-        stream.machine.fire(SequenceTrigger.PREEMPTED)
-        stream.start_over()
-        stream.refused_since_s = self._state.now_s
+        self._state.preempt(stream)
 
     def on_layers_computed(self, event: LayersComputed) -> None:
         if self._running is None or self._running.step_id != event.step_id:
             self._state.ignore(event)
             return
-        chunks = tuple((sequence, row.position, row.position + len(row.token_ids)) for sequence, row, _ in self._rows)
+        chunks = tuple((sequence, row.position, row.position + len(row.token_ids)) for sequence, row in self._rows)
         self._sending.on_layers_computed(event, chunks)
 
     def on_finished(self, event: StepFinished) -> None:
@@ -139,13 +141,19 @@ class Steps:
         if plan.report_every:
             self.on_layers_computed(LayersComputed(plan.step_id, self._state.config.layout.num_layers))
         self._count(event.duration_s)
+        self._state.step_times.observe(self._shape, event.duration_s)
+        sampled: dict[Task, list[EmittedToken]] = {}
         for sequence, row, token in self._ended(event.result):
             if not sequence.is_live:
                 self._state.end_if_unused(sequence)
                 continue
             self._advance(sequence, row)
             if token is not None:
+                sampled.setdefault(sequence.task, []).append(token)
                 self._take_token(sequence, token)
+        for task, tokens in sampled.items():
+            self._state.emit_tokens(tokens)
+            self._state.counters.add(OUTPUT_TOKENS, len(tokens), label=task.value)
 
     def on_failed(self, event: StepFailed) -> None:
         """The engine raised: the step's sequences cannot go on here."""
@@ -160,40 +168,42 @@ class Steps:
         """Rows of the step that is over, with their tokens."""
         tokens = {token.sequence_id: token for token in result.tokens}
         rows, self._rows, self._running = self._rows, (), None
-        for sequence, _, _ in rows:
+        for sequence, _ in rows:
             sequence.is_in_step = False
-        return [(sequence, row, tokens.get(sequence.sequence_id)) for sequence, row, _ in rows]
+        return [(sequence, row, tokens.get(sequence.sequence_id)) for sequence, row in rows]
 
     def _advance(self, sequence: Sequence, row: StepRow) -> None:
         """The row's KV is written: count it, and index the blocks that are full now."""
-        cache = self._state.cache
-        if sequence.num_unread_tokens:
-            self._state.counters.add(PROMPT_TOKENS_COMPUTED, len(row.token_ids), label=sequence.task.value)
-        sequence.num_computed += len(row.token_ids)
-        num_full = sequence.num_computed // cache.block_size
-        if num_full > sequence.num_committed:
-            cache.extend_hashes(sequence.hashes, sequence.token_ids(0, sequence.num_computed))
-            cache.commit(sequence.hashes[:num_full], sequence.blocks, sequence.num_committed)
-            sequence.num_committed = num_full
+        state, num_tokens = self._state, len(row.token_ids)
+        if sequence.num_computed < sequence.num_to_read:
+            state.counters.add(PROMPT_TOKENS_COMPUTED, num_tokens, label=sequence.task.value)
+            state.tenants.charge(sequence.spec.tenant, num_tokens, state.now_s)
+        sequence.num_computed += num_tokens
+        num_full = sequence.num_computed // state.cache.block_size
+        if num_full <= sequence.num_committed:
+            return
+        hashes = state.extend_hashes(sequence, sequence.num_computed)[:num_full]
+        if sequence.source is not None:  # a write may be reading its blocks: they stay
+            state.cache.commit(hashes, sequence.blocks, sequence.num_committed)
+        else:
+            sequence.blocks = state.cache.commit_shared(hashes, sequence.blocks, sequence.num_committed)
+        sequence.num_committed = num_full
 
     def _take_token(self, sequence: Sequence, token: EmittedToken) -> None:
-        state = self._state
         sequence.answer_ids.append(token.token_id)
-        state.emit_token(token)
-        state.counters.add(OUTPUT_TOKENS, label=sequence.task.value)
+        state = self._state
         if sequence.state is SequenceState.PREFILLING:
             state.report_prompt(sequence)
             state.counters.add(PROMPT_TOKENS_CACHED, sequence.num_cached, label=sequence.task.value)
             if sequence.source is not None:
                 self._sending.finish_prefill(sequence, sequence.source, token)
                 return
-            sequence.machine.fire(SequenceTrigger.PROMPT_COMPUTED)
+            state.move(sequence, SequenceTrigger.PROMPT_COMPUTED)
         if sequence.finish_reason() is not None:
             state.finish(sequence)
 
     def _count(self, duration_s: float) -> None:
-        has_stream = any(row.is_stream for row in self._rows)
-        has_prompt = any(not row.is_stream for row in self._rows)
+        has_stream, has_prompt = self._shape.num_streams > 0, self._shape.num_prompt_tokens > 0
         kind = "both" if has_prompt and has_stream else "prefill" if has_prompt else "decode"
         counters = self._state.counters
         counters.add(STEPS, label=kind)

@@ -27,6 +27,8 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 # --- counted by workers ------------------------------------------------------------------------------------------
 PROMPT_TOKENS_COMPUTED = Metric("disagg_prompt_tokens_computed_total", _C, "Prompt tokens computed here.", "task")
 PROMPT_TOKENS_CACHED = Metric("disagg_prompt_tokens_cached_total", _C, "Prompt tokens found in the index.", "task")
+PREFIX_TOKENS_LOOKED_UP = Metric("disagg_prefix_tokens_looked_up_total", _C, "Tokens asked of the index.", "task")
+PREFIX_TOKENS_HIT = Metric("disagg_prefix_tokens_hit_total", _C, "Of those, tokens that were in the index.", "task")
 PROMPT_TOKENS_RECEIVED = Metric("disagg_prompt_tokens_received_total", _C, "Prompt tokens whose KV came from a peer.")
 OUTPUT_TOKENS = Metric("disagg_output_tokens_total", _C, "Tokens sampled here.", "task")
 STEPS = Metric("disagg_steps_total", _C, "Forward passes.", "kind")
@@ -64,6 +66,8 @@ GENERATED_TOKENS = Metric("disagg_generated_tokens_total", _C, "Tokens delivered
 WORKER_METRICS: tuple[Metric, ...] = (
     PROMPT_TOKENS_COMPUTED,
     PROMPT_TOKENS_CACHED,
+    PREFIX_TOKENS_LOOKED_UP,
+    PREFIX_TOKENS_HIT,
     PROMPT_TOKENS_RECEIVED,
     OUTPUT_TOKENS,
     STEPS,

@@ -25,7 +25,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int | None = None  # overrides kv_memory_bytes
     max_context: int | None = None  # tokens; caps what the model allows
     chunk_tokens: int = 512  # prompt tokens per step when no stream runs
-    mixed_chunk_tokens: int = 128  # prompt tokens per step beside running streams
+    mixed_chunk_tokens: int = 128  # prompt tokens per step beside running streams, while no time is predicted
+    itl_target_s: float = 0.1  # prompts beside running streams fill steps up to this; 0: mixed_chunk_tokens, always
     max_running: int = 64  # sequences in one step
     handoff: HandoffMode = HandoffMode.LAYERWISE
     min_push_bytes: int = 2 << 20
@@ -53,6 +54,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, value, least in limits:
             if value is not None and value < least:
                 raise ConfigurationError(f"{name} is {value}: it must be at least {least}")
+        if self.itl_target_s < 0:
+            raise ConfigurationError(f"itl_target_s is {self.itl_target_s:g}: give seconds, or 0 for no target")
         for name, seconds in (("lease_s", self.lease_s), ("beat_interval_s", self.beat_interval_s)):
             if seconds <= 0:
                 raise ConfigurationError(f"{name} is {seconds:g}: it must be above 0 seconds")

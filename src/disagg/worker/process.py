@@ -120,7 +120,7 @@ def scheduler_config(config: WorkerConfig, loaded: LoadedEngine, incarnation: In
         num_blocks=loaded.engine.num_blocks,
         max_context=loaded.pool.max_context,
         vocab_size=loaded.pool.vocab_size,
-        budget=StepBudget(config.chunk_tokens, config.mixed_chunk_tokens, config.max_running),
+        budget=StepBudget(config.chunk_tokens, config.mixed_chunk_tokens, config.max_running, config.itl_target_s),
         handoff_mode=config.handoff,
         min_push_bytes=config.min_push_bytes,
         lease_s=config.lease_s,

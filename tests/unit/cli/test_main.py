@@ -83,6 +83,7 @@ def test_every_worker_field_survives_the_command_line(launched: Launched, monkey
         max_context=1000,
         chunk_tokens=256,
         mixed_chunk_tokens=64,
+        itl_target_s=0.25,
         max_running=8,
         handoff=HandoffMode.SYNC,
         min_push_bytes=1,

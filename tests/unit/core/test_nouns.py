@@ -1,5 +1,6 @@
 """Sizes, sequence lengths, ends of answers and the error tree."""
 
+import msgspec
 import pytest
 
 from disagg.core import errors
@@ -68,6 +69,30 @@ def test_an_answer_ends_by_stop_token_or_length(token: int, num_tokens: int, rea
 def test_only_temperature_zero_is_greedy() -> None:
     assert SamplingParams(1, temperature=0.0).is_greedy
     assert not SamplingParams(1, temperature=0.01).is_greedy
+    assert SamplingParams(1, temperature=1e-300).is_greedy  # scores over it are no numbers
+
+
+@pytest.mark.parametrize(("num_tokens", "reason"), [(1, None), (2, None), (3, FinishReason.STOP)])
+def test_a_stop_token_ends_nothing_before_min_tokens(num_tokens: int, reason: FinishReason | None) -> None:
+    sampling = SamplingParams(max_tokens=9, stop_token_ids=(5,), min_tokens=2)
+    assert finish_reason(sampling, 5, num_tokens) is reason
+
+
+def test_parameters_of_an_older_sender_are_neutral() -> None:
+    """Fields are positions on the wire: new ones come last, each with the value that changes nothing."""
+    old = msgspec.msgpack.encode((7, 0.5, 0.9, 3, (1, 2), None))
+    read = msgspec.msgpack.decode(old, type=SamplingParams)
+    assert read == SamplingParams(7, 0.5, 0.9, 3, (1, 2), None)
+    assert not read.has_penalty
+    full = SamplingParams(7, top_k=3, min_p=0.1, repetition_penalty=1.1, logit_bias=((4, -1.5),), min_tokens=2)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(full), type=SamplingParams) == full
+
+
+def test_any_penalty_needs_the_tokens_so_far() -> None:
+    assert SamplingParams(1, presence_penalty=0.5).has_penalty
+    assert SamplingParams(1, frequency_penalty=-0.5).has_penalty
+    assert SamplingParams(1, repetition_penalty=0.5).has_penalty
+    assert not SamplingParams(1, top_k=3, logit_bias=((1, 1.0),), min_tokens=1).has_penalty
 
 
 def test_roles_share_out_the_tasks() -> None:

@@ -14,7 +14,7 @@ from disagg.core.ids import StepId
 from disagg.core.request import SamplingParams
 from disagg.engine.model import Llama
 from disagg.engine.step import LayerDone, StepTensors
-from disagg.scheduler.engine import StepPlan
+from disagg.scheduler.engine import StepPlan, StepRow, TokenHistory
 
 NUM_OUTPUTS = 12
 LLAMA3 = {
@@ -183,3 +183,34 @@ def test_two_rows_of_one_sequence_cannot_share_a_step(shared_engine_path: Path) 
     row = make_row(0, prompt_of(3), 0, [0])
     with pytest.raises(InternalFault, match="two rows of one sequence"):
         run(make_engine(shared_engine_path), row, row)
+
+
+def test_penalties_survive_a_move_to_another_engine(tmp_path: Path) -> None:
+    """An answer is the same whether one engine counted token by token or another begins in the middle."""
+    tiny_model().save_pretrained(tmp_path)
+    engine, other = make_engine(tmp_path), make_engine(tmp_path)
+    prompt, blocks = prompt_of(20), list(range(6))
+    params = SamplingParams(64, temperature=0.0, repetition_penalty=1.5, frequency_penalty=1.0, presence_penalty=0.5)
+
+    def row(answer: list[int], *, is_read_again: bool = False) -> StepRow:
+        ids = [*prompt, *answer]
+        start = len(ids) - 1 if answer and not is_read_again else 0
+        made = make_row(1, ids[start:], start, blocks, params, len(answer))
+        return msgspec.structs.replace(made, history=TokenHistory(1, tuple(prompt), tuple(answer)))
+
+    answer: list[int] = []
+    while len(answer) < NUM_OUTPUTS:
+        answer += [token.token_id for token in run(engine, row(answer))]
+    (moved,) = run(other, row(answer[:-1], is_read_again=True))
+    assert moved.token_id == answer[-1]
+    assert answer != generate(other, prompt, blocks, NUM_OUTPUTS)  # penalties matter here
+    assert len(set(answer)) > len(set(generate(other, prompt, blocks, NUM_OUTPUTS)))
+    engine.check_invariants()
+
+
+@pytest.mark.parametrize("history", [None, TokenHistory(1, (1, 2), (3,))])
+def test_a_penalty_without_the_tokens_so_far_is_refused(tmp_path: Path, history: TokenHistory | None) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    row = make_row(1, [1, 2], 0, [0], SamplingParams(4, presence_penalty=1.0))
+    with pytest.raises(InternalFault, match="has a penalty on the 0 tokens"):
+        run(make_engine(tmp_path), msgspec.structs.replace(row, history=history))

@@ -152,6 +152,38 @@ def test_the_second_of_two_equal_prefixes_stays_private() -> None:
     cache.check_invariants()
 
 
+def test_the_second_of_two_equal_prefixes_can_take_the_first_ones_blocks() -> None:
+    cache = KvCache(8, SIZE, ROOT)
+    hashes = cache.extend_hashes([], tokens(1, 2, 3))
+    one, other = cache.try_allocate(hashes, 12, 8), cache.try_allocate(hashes, 12, 12)
+    assert one is not None
+    assert other is not None
+    assert cache.commit_shared(hashes[:2], one.blocks, 0) is one.blocks
+    shared = cache.commit_shared(hashes, other.blocks, 0)
+    assert shared == (*one.blocks, other.blocks[2])
+    assert cache.pool.count(BlockState.FREE) == 5
+    assert [cache.pool.refcount(block) for block in shared] == [2, 2, 1]
+    assert matching(cache, tokens(1, 2, 3)) == 12
+    cache.release(one.blocks)
+    cache.release(shared)
+    cache.check_invariants()
+    assert cache.pool.blocks_in(BlockState.CACHED) == set(shared)
+
+
+def test_behind_a_private_block_nothing_is_shared() -> None:
+    cache = KvCache(8, SIZE, ROOT)
+    hashes = cache.extend_hashes([], tokens(1, 2))
+    one, other = cache.try_allocate(hashes, 8, 8), cache.try_allocate(hashes, 8, 8)
+    assert one is not None
+    assert other is not None
+    cache.commit(hashes, one.blocks, 0)
+    cache.commit(hashes[:1], other.blocks, 0)
+    assert cache.commit_shared(hashes, other.blocks, 1) is other.blocks
+    cache.release(other.blocks)
+    cache.release(one.blocks)
+    cache.check_invariants()
+
+
 def test_a_private_chain_is_not_continued_in_the_index() -> None:
     """A child is indexed under its own parent's block only, or eviction could take the parent first."""
     cache = KvCache(6, SIZE, ROOT)

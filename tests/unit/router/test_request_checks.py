@@ -37,9 +37,28 @@ BAD_COMMON: list[tuple[dict[str, object], str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": []}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"frequency_penalty": -1}, "frequency_penalty"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"logit_bias": {"5": -100.5}}, "logit_bias.5"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias.5"),
+    ({"logit_bias": {"five": 1}}, "logit_bias"),
+    ({"logit_bias": {"-5": 1}}, "logit_bias"),
+    ({"logit_bias": {"": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"logit_bias": {"10000": 1}}, "logit_bias"),  # past the vocabulary
+    ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+    ({"logit_bias": [[5, 1]]}, "logit_bias"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"presence_penalty": "much"}, "presence_penalty"),
+    ({"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": -1.1}, "repetition_penalty"),
+    ({"repetition_penalty": 101}, "repetition_penalty"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 1.5}, "top_k"),
+    ({"min_p": 1.1}, "min_p"),
+    ({"min_p": -0.1}, "min_p"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"user": 5}, "user"),
 ]
 
@@ -119,6 +138,42 @@ async def test_neutral_values_are_taken(site: Site) -> None:
     assert (await site.chat(**common, **chat)).status_code == 200
     assert (await site.complete(**common, echo=False, suffix="", best_of=1, made_up=1)).status_code == 200
     assert (await site.complete(n=2, best_of=2)).status_code == 200
+
+
+async def test_what_is_asked_of_sampling_reaches_the_workers(site: Site) -> None:
+    asked: dict[str, object] = {
+        "top_k": 5,
+        "min_p": 0.25,
+        "presence_penalty": -2,
+        "frequency_penalty": 2,
+        "repetition_penalty": 1.5,
+        "min_tokens": 3,
+    }
+    biased = {**asked, "logit_bias": {"7": -100, "5": 1.5}, "max_tokens": 4}
+    assert (await site.chat(**biased)).status_code == 200
+    assert (await site.complete(**biased)).status_code == 200
+    for stream in site.service.streams:
+        sampling = stream.request.sampling
+        assert {name: getattr(sampling, name) for name in asked} == asked
+        assert sampling.logit_bias == ((5, 1.5), (7, -100.0))
+    assert (await site.complete(top_k=-1, logit_bias=None)).status_code == 200
+    plain = site.service.streams[-1].request.sampling
+    assert (plain.top_k, plain.logit_bias, plain.has_penalty, plain.min_tokens) == (0, (), False, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "limits"),
+    [
+        ({"presence_penalty": 3}, ("-2.0", "2.0")),
+        ({"min_p": 7}, ("0.0", "1.0")),
+        ({"repetition_penalty": 0}, ("0.01", "100.0")),
+        ({"logit_bias": {"3": 200}}, ("-100.0", "100.0")),
+        ({"min_tokens": 20}, ("20", "16")),  # the default of max_tokens
+    ],
+)
+async def test_a_refusal_names_value_and_limits(site: Site, fields: dict[str, object], limits: tuple[str, str]) -> None:
+    message = (await site.complete(**fields)).json()["error"]["message"]
+    assert all(limit in message for limit in limits), message
 
 
 async def test_parts_and_roles(site: Site, tokenizer: ModelTokenizer) -> None:

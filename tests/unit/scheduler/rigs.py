@@ -175,7 +175,7 @@ class Solo:
         assert self.plan is not None
         return self.handle(events.LayersComputed(self.plan.step_id, num_layers))
 
-    def finish_step(self, token_id: int = 7) -> list[Action]:
+    def finish_step(self, token_id: int = 7, seconds: float = 0.01) -> list[Action]:
         """The running step ends; each row that samples gets the same token."""
         assert self.plan is not None, "no step runs"
         plan, self.plan = self.plan, None
@@ -184,7 +184,7 @@ class Solo:
             for row in plan.rows
             if row.sampling is not None
         )
-        return self.handle(events.StepFinished(StepResult(plan.step_id, tokens), 0.01))
+        return self.handle(events.StepFinished(StepResult(plan.step_id, tokens), seconds))
 
     def compute_step(self, engine: FakeEngine) -> list[Action]:
         """The running step ends with what this engine makes of it."""
@@ -255,7 +255,9 @@ class Duo:
 
     def start(self, number: int, tasks: tuple[Task, Task], prompt: tuple[int, ...], max_tokens: int = 3) -> None:
         """(source's, destination's) part of one sequence; decode hears first."""
-        spec = SequenceSpec(sequence_id(number), prompt, SamplingParams(max_tokens))
+        self.start_spec(SequenceSpec(sequence_id(number), prompt, SamplingParams(max_tokens)), tasks)
+
+    def start_spec(self, spec: SequenceSpec, tasks: tuple[Task, Task]) -> None:
         ends = ((self.destination, tasks[1], self.source), (self.source, tasks[0], self.destination))
         for end, task, peer in ends:
             message = StartSequence(spec, task, 1, (), peer.config.worker_id, peer.config.incarnation)

@@ -74,7 +74,7 @@ def test_the_first_that_does_not_fit_is_not_overtaken() -> None:
     solo = Solo(Role.DECODE, num_blocks=4)
     solo.start(0, Task.WHOLE, prompt(0, 10), max_tokens=3)
     solo.start(1, Task.WHOLE, prompt(40, 10), max_tokens=3)
-    solo.start(2, Task.WHOLE, (80,), max_tokens=1)
+    solo.start(2, Task.WHOLE, prompt(60, 10), max_tokens=1)
     assert (solo.state.num_running, solo.state.num_waiting) == (1, 2)
 
 

@@ -10,7 +10,7 @@ from disagg.core.spans import Span
 from disagg.policy.batching import StepBudget
 from disagg.protocol.messages import AnswerReservation, EmitTokens, FinishPrefill, RequestReservation
 from disagg.scheduler import events
-from disagg.scheduler.engine import StepPlan, StepRow
+from disagg.scheduler.engine import StepPlan, StepRow, TokenHistory
 from disagg.telemetry.metrics import PREEMPTIONS
 from disagg.testing.engine import FakeEngine, expected_tokens
 
@@ -259,3 +259,24 @@ def test_a_stream_alone_waits_for_hand_offs_instead_of_starting_over() -> None:
     assert in_step(solo) == [0]
     solo.finish_steps()
     assert len(solo.tokens(0)) == 9
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(4), SamplingParams(4, top_k=3, logit_bias=((1, 2.0),))])
+def test_nobody_without_a_penalty_pays_for_a_history(sampling: SamplingParams) -> None:
+    solo = Solo(Role.DECODE)
+    solo.start_spec(SequenceSpec(sequence_id(0), prompt(0), sampling), Task.WHOLE)
+    solo.finish_steps()
+    assert [row.history is not None for plan in solo.plans for row in plan.rows] == [False] * 4
+
+
+def test_a_penalty_gets_all_tokens_before_the_one_that_is_sampled() -> None:
+    """Also after chunks, which sample nothing, and with tokens that an earlier attempt had sent."""
+    solo = Solo(Role.DECODE, budget=StepBudget(chunk_tokens=4, mixed_chunk_tokens=4, max_running=4))
+    sampling = SamplingParams(5, presence_penalty=0.5)
+    spec = SequenceSpec(sequence_id(0), prompt(0, 6), sampling)
+    solo.start_spec(spec, Task.WHOLE, attempt=3, emitted=(8, 9))
+    for token_id in (0, 21, 22, 23):  # the first step is a chunk
+        solo.finish_step(token_id)
+    histories = [row.history for plan in solo.plans for row in plan.rows]
+    answers = [(8, 9), (8, 9, 21), (8, 9, 21, 22)]
+    assert histories == [None, *(TokenHistory(3, prompt(0, 6), answer) for answer in answers)]
