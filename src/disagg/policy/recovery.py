@@ -22,6 +22,7 @@ class RecoveryLimits(msgspec.Struct, frozen=True):
     max_unplaced_s: float = 30.0  # without a worker that could take it
     max_queue_s: float = 120.0  # placed, without a first token, behind others in its reader's queue
     max_first_token_s: float = 300.0  # the same, but first in that queue: its prompt may be under way
+    max_judging_s: float = 2.0  # after the loss of its reader: its writer says what is missing, or goes on
     finish_in_place_tokens: int = 32  # a draining worker finishes answers that cannot be longer than this
 
 
