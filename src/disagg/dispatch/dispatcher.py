@@ -173,13 +173,14 @@ class Dispatcher:
                     queued_s = self._now_s - choice.unplaced_since_s
                     self._give_up(opened, self._gate.queued_too_long(queued_s, self.num_open, self._now_s))
                     break
-                if choice.is_open and not choice.is_placed and not self._try_place(opened, choice):
+                if choice.is_due(self._now_s) and not self._try_place(opened, choice):
                     break
 
     def _try_place(self, opened: OpenRequest, choice: Choice) -> bool:
         """False when the request is over: nobody could take this choice for too long."""
         placement = self._choose(opened, choice)
         if isinstance(placement, NoPlacement):
+            choice.place_after_s = choice.unplaced_since_s  # whoever comes takes it
             recovery = while_unplaced(self._now_s - choice.unplaced_since_s, placement.missing, self.config.recovery)
             if recovery.verdict is Verdict.GIVE_UP:
                 why = f"{choice.last_reason}; {recovery.reason}" if choice.last_reason else recovery.reason
@@ -278,6 +279,7 @@ class Dispatcher:
         recovery = after_failure(failure.kind, failure.message, choice.attempt, self.config.recovery)
         if recovery.verdict is Verdict.MOVE:
             self._move(opened, choice, recovery.reason, failure.kind.value)
+            choice.place_after_s = self._now_s + recovery.delay_s
         else:
             self._give_up(opened, error_of(failure, recovery))
 

@@ -20,6 +20,7 @@ class Choice:
         self.placement: Placement | None = None
         self.attempt = 0
         self.unplaced_since_s = now_s
+        self.place_after_s = now_s
         self.is_answering = False  # a token of this attempt has come
         self.reader_lost_s = float("inf")  # since when its prefill worker is gone; before it was answering
         self.last_reason = ""  # why it was moved
@@ -79,6 +80,10 @@ class Choice:
         if reader == worker_id and not self.is_answering:
             self.reader_lost_s = min(self.reader_lost_s, now_s)
 
+    def is_due(self, now_s: float) -> bool:
+        """Waits for a worker, and not for its links to heal."""
+        return self.is_open and not self.is_placed and self.place_after_s <= now_s
+
     def judged_by_s(self, limits: RecoveryLimits) -> float:
         """When it is moved, if its reader is lost and nothing was heard of its writer until then."""
         is_judging = self.is_placed and not self.is_answering
@@ -88,6 +93,8 @@ class Choice:
         """When it is given up if nothing happens until then. is_first: its reader has nothing older to read."""
         if not self.is_open or (self.is_placed and self.entry.tokens):
             return float("inf")
+        if not self.is_placed and self.place_after_s > self.unplaced_since_s:
+            return self.place_after_s
         limit_s = queue_limit_s(limits, is_first=is_first) if self.is_placed else limits.max_unplaced_s
         return self.unplaced_since_s + limit_s
 
