@@ -5,14 +5,17 @@
   3. beats go out every beat_interval_s; a peer silent for two of its own is lost, as is one whose stream ends.
   4. on_lost is called exactly once; no message is delivered after it.
 
-Frames are a 4-byte big-endian length and that many bytes of msgpack. A length above MAX_FRAME_BYTES, or bytes that are
-no message of the expected kind, end the connection: nothing is allocated for them and nobody else notices.
+Frames are a 4-byte big-endian length, a 4-byte checksum and that many bytes of msgpack. The checksum is the CRC-32 of
+those bytes, started from the frame's number in its direction: a damaged, missing or repeated frame does not fit. A
+length above MAX_FRAME_BYTES, a wrong checksum, or bytes that are no message of the expected kind, end the connection:
+nothing is allocated for them and nobody else notices.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
+import zlib
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
@@ -26,6 +29,7 @@ _log = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_BUFFERED_BYTES = 64 * 1024 * 1024  # not yet taken by the kernel: the peer has stopped reading
 LENGTH_BYTES = 4
+CHECKSUM_BYTES = 4
 DEFAULT_BEAT_INTERVAL_S = 2.5
 MAX_SILENT_BEATS = 2  # any message counts as one
 MAX_BEAT_INTERVAL_S = 60.0  # that a peer may claim
@@ -44,6 +48,8 @@ class Channel(Generic[M]):
         self._writer = writer
         self._decoder = decoder
         self._encoder = msgspec.msgpack.Encoder()
+        self._num_sent = 0  # frames
+        self._num_received = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._on_lost: Callable[[str], None] | None = None
         self._last_heard_s = time.monotonic()
@@ -68,7 +74,8 @@ class Channel(Generic[M]):
         if len(payload) > MAX_FRAME_BYTES:
             self._lose(f"a message of {len(payload)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
             return
-        self._writer.write(len(payload).to_bytes(LENGTH_BYTES) + payload)
+        self._writer.write(encode_frame(payload, self._num_sent))
+        self._num_sent += 1
         if self._writer.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
             self._lose(f"the peer has not read {MAX_BUFFERED_BYTES} bytes that wait for it")
 
@@ -118,11 +125,15 @@ class Channel(Generic[M]):
             length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES))
             if length > MAX_FRAME_BYTES:
                 raise ProtocolViolation(f"{self.peer_address}: frame of {length} bytes, the limit is {MAX_FRAME_BYTES}")
+            checksum = int.from_bytes(await self._reader.readexactly(CHECKSUM_BYTES))
             payload = await self._reader.readexactly(length)
         except asyncio.IncompleteReadError:
             raise PeerLost("its connection ended") from None
         except OSError as error:
             raise PeerLost(f"its connection broke: {error}") from None
+        if frame_checksum(payload, self._num_received) != checksum:
+            raise ProtocolViolation(f"{self.peer_address}: frame {self._num_received} is damaged, or one was lost")
+        self._num_received += 1
         try:
             return self._decoder.decode(payload)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -168,6 +179,16 @@ class Channel(Generic[M]):
         self._writer.transport.abort()
         if on_lost is not None:  # never from inside send(): whoever sends is in the middle of something
             asyncio.get_running_loop().call_soon(on_lost, reason)
+
+
+def frame_checksum(payload: bytes, number: int) -> int:
+    """Of the frame that is the number-th, from 0, in its direction."""
+    return zlib.crc32(payload, number & 0xFFFF_FFFF)
+
+
+def encode_frame(payload: bytes, number: int) -> bytes:
+    """Length, checksum, payload."""
+    return len(payload).to_bytes(LENGTH_BYTES) + frame_checksum(payload, number).to_bytes(CHECKSUM_BYTES) + payload
 
 
 async def dial(address: str, decoder: msgspec.msgpack.Decoder[M], *, timeout_s: float) -> Channel[M]:

@@ -1,5 +1,7 @@
 """How `disagg serve` shows the cluster: one live line per worker on a terminal, changed lines otherwise."""
 
+import contextlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TextIO
@@ -29,7 +31,10 @@ class Display(Protocol):
 
 
 class PlainDisplay:
-    """For logs: a worker's line is printed when it changes, at most once per min_interval_s and worker."""
+    """For logs: a worker's line is printed when it changes, at most once per min_interval_s and worker.
+
+    A full disk or a closed pipe costs lines, never the service.
+    """
 
     def __init__(self, out: TextIO, err: TextIO, *, min_interval_s: float = 5.0) -> None:
         self._out = out
@@ -38,20 +43,31 @@ class PlainDisplay:
         self._shown: dict[str, tuple[str, float]] = {}
 
     def note(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
+        _print(line, self._out)
 
     def child_line(self, name: str, line: str) -> None:
-        print(f"[{name}] {line}", file=self._err, flush=True)
+        _print(f"[{name}] {line}", self._err)
 
     def show(self, lines: Mapping[str, str], now_s: float) -> None:
         for name, line in lines.items():
             last = self._shown.get(name)
             if last is None or (line != last[0] and now_s - last[1] >= self._min_interval_s):
                 self._shown[name] = (line, now_s)
-                print(line, file=self._out, flush=True)
+                _print(line, self._out)
 
     def close(self) -> None:
-        """Nothing to restore."""
+        """Throw away what could not be written: the interpreter would fail over it at its end."""
+        for stream in (self._out, self._err):
+            try:
+                stream.flush()
+            except OSError:
+                with open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def _print(line: str, stream: TextIO) -> None:
+    with contextlib.suppress(OSError):
+        print(line, file=stream, flush=True)
 
 
 class LiveDisplay:

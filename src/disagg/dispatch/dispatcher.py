@@ -11,7 +11,7 @@ Views of workers are hints: what a worker answers decides.
 
 from collections.abc import Callable
 
-from disagg.core.errors import DisaggError, Failure, FailureKind, InternalFault, InvalidRequest, Unavailable
+from disagg.core.errors import DisaggError, Failure, FailureKind, InternalFault, Unavailable
 from disagg.core.ids import RequestId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, FinishReason
 from disagg.core.roles import Task
@@ -27,11 +27,11 @@ from disagg.dispatch.events import (
     WorkerMessageReceived,
     WorkerRegistered,
 )
-from disagg.dispatch.gate import Gate
+from disagg.dispatch.gate import Gate, error_of
 from disagg.dispatch.open_request import Choice, OpenRequest
 from disagg.dispatch.registry import Registry, WorkerRecord
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, TokensDelivered
-from disagg.policy.recovery import Recovery, Verdict, after_failure, at_drain, while_unplaced
+from disagg.policy.recovery import Verdict, after_failure, at_drain, while_unplaced
 from disagg.policy.routing import NoPlacement, Placement, choose
 from disagg.protocol.lifecycle import ChoiceTrigger
 from disagg.protocol.messages import (
@@ -105,7 +105,8 @@ class Dispatcher:
 
     def next_wake_s(self) -> float:
         """When to send TimePassed if nothing else happens; infinity for never."""
-        times = [self._deadline_s(choice) for opened in self._requests.values() for choice in opened.choices]
+        choices = [choice for opened in self._requests.values() for choice in opened.choices]
+        times = [min(self._deadline_s(each), each.judged_by_s(self.config.recovery)) for each in choices]
         return min(times, default=float("inf"))
 
     # --- requests ----------------------------------------------------------------------------------------------
@@ -165,31 +166,37 @@ class Dispatcher:
         """Everything that no worker has: place it, or give it up when its time is over."""
         for opened in list(self._requests.values()):
             for choice in opened.choices:
+                if choice.judged_by_s(self.config.recovery) <= self._now_s:
+                    text = "its prefill worker was lost, and its decode worker has not heard of it"
+                    self._recover(opened, choice, Failure(FailureKind.WORKER_LOST, text))
                 if choice.is_placed and self._deadline_s(choice) <= self._now_s:
                     queued_s = self._now_s - choice.unplaced_since_s
                     self._give_up(opened, self._gate.queued_too_long(queued_s, self.num_open, self._now_s))
                     break
-                if choice.is_open and not choice.is_placed and not self._try_place(opened, choice):
+                if choice.is_due(self._now_s) and not self._try_place(opened, choice):
                     break
 
     def _try_place(self, opened: OpenRequest, choice: Choice) -> bool:
         """False when the request is over: nobody could take this choice for too long."""
-        placement = choose(self.registry.views(opened.model), choice.demand(), self.config.local_prefill_tokens)
+        placement = self._choose(opened, choice)
         if isinstance(placement, NoPlacement):
+            choice.place_after_s = choice.unplaced_since_s  # whoever comes takes it
             recovery = while_unplaced(self._now_s - choice.unplaced_since_s, placement.missing, self.config.recovery)
             if recovery.verdict is Verdict.GIVE_UP:
                 why = f"{choice.last_reason}; {recovery.reason}" if choice.last_reason else recovery.reason
                 self._give_up(opened, Unavailable(why, retry_after_s=RETRY_AFTER_S))
                 return False
             return True
-        choice.attempt += 1
-        choice.placement = placement
-        choice.unplaced_since_s = self._now_s
+        choice.place(placement, self._now_s)
         choice.machine.fire(ChoiceTrigger.WORKERS_TOLD)
         self.counters.add(PLACEMENTS, label=placement.reason.value)
         self._claim(choice, placement)
         self._start(choice, placement)
         return True
+
+    def _choose(self, opened: OpenRequest, choice: Choice) -> Placement | NoPlacement:
+        views = self.registry.views(opened.model, choice.revision)
+        return choose(views, choice.demand(), self.config.local_prefill_tokens)
 
     def _claim(self, choice: Choice, placement: Placement) -> None:
         decode = self._record(placement.decode)
@@ -250,6 +257,7 @@ class Dispatcher:
             return
         for opened in self._requests.values():
             for choice in opened.choices:
+                choice.lose_reader(event.worker_id, self._now_s)
                 choice.forget_kv_of(event.worker_id)
         # A lost prefill worker is the decode worker's to judge: it knows whether it has all it needs.
         for opened, choice in self._choices_written_by(event.worker_id):
@@ -271,6 +279,7 @@ class Dispatcher:
         recovery = after_failure(failure.kind, failure.message, choice.attempt, self.config.recovery)
         if recovery.verdict is Verdict.MOVE:
             self._move(opened, choice, recovery.reason, failure.kind.value)
+            choice.place_after_s = self._now_s + recovery.delay_s
         else:
             self._give_up(opened, error_of(failure, recovery))
 
@@ -311,7 +320,7 @@ class Dispatcher:
         record.is_draining = True
         self._actions.append(LogDecision(f"worker {record.card.worker_id} drains"))
         for opened, choice in self._choices_written_by(record.card.worker_id):
-            placement = choose(self.registry.views(opened.model), choice.demand(), self.config.local_prefill_tokens)
+            placement = self._choose(opened, choice)
             recovery = at_drain(
                 choice.num_remaining_tokens,
                 has_other_worker=isinstance(placement, Placement),
@@ -340,6 +349,7 @@ class Dispatcher:
             if choice is None or not choice.is_open or worker_id not in choice.workers:
                 self.counters.add(MESSAGES_IGNORED, label="token")
             else:
+                choice.revision = record.card.pool.revision
                 self._deliver(self._requests[sequence_id.request_id], choice, tokens)
 
     def _choice(self, sequence_id: SequenceId) -> Choice | None:
@@ -352,6 +362,7 @@ class Dispatcher:
         if not fresh:
             return
         self.counters.add(GENERATED_TOKENS, len(fresh))
+        choice.is_answering = True
         delivered = TokensDelivered(choice.sequence_id.choice, tuple(fresh), choice.entry.finish)
         self._actions.append(Deliver(opened.request_id, delivered))
         if choice.entry.finish is not None:
@@ -405,10 +416,3 @@ class Dispatcher:
             stale = (record.claimed_blocks.keys() | record.waiting_tokens.keys()) - placed
             if stale:
                 raise InternalFault(f"worker {record.card.worker_id} has claims of {sorted(stale)}, not placed there")
-
-
-def error_of(failure: Failure, recovery: Recovery) -> DisaggError:
-    """What the client is told of a failure that no move cures."""
-    if failure.kind is FailureKind.INVALID_REQUEST:
-        return InvalidRequest(failure.message)
-    return Unavailable(recovery.reason, retry_after_s=RETRY_AFTER_S)

@@ -5,13 +5,13 @@ Who is turned away is told when to come back, by how fast requests have ended la
 
 import msgspec
 
-from disagg.core.errors import InvalidRequest, ModelNotFound, Overloaded, Unavailable
+from disagg.core.errors import DisaggError, Failure, FailureKind, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from disagg.dispatch.config import RETRY_AFTER_S, DispatcherConfig
 from disagg.dispatch.registry import Registry
 from disagg.dispatch.stream import GenerateRequest
 from disagg.dispatch.turnover import TurnoverCounts
 from disagg.policy.admission import Limits, default_max_tokens, impossible, retry_after_s, too_much_claimed
-from disagg.policy.recovery import queued_too_long
+from disagg.policy.recovery import Recovery, queued_too_long
 from disagg.policy.routing import what_is_missing
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import REJECTIONS
@@ -87,3 +87,10 @@ class Gate:
 
     def check_invariants(self) -> None:
         self._turnover.check_invariants()
+
+
+def error_of(failure: Failure, recovery: Recovery) -> DisaggError:
+    """What the client is told of a failure that no move cures."""
+    if failure.kind is FailureKind.INVALID_REQUEST:
+        return InvalidRequest(failure.message)
+    return Unavailable(recovery.reason, retry_after_s=RETRY_AFTER_S)

@@ -20,7 +20,11 @@ class Choice:
         self.placement: Placement | None = None
         self.attempt = 0
         self.unplaced_since_s = now_s
+        self.place_after_s = now_s
+        self.is_answering = False  # a token of this attempt has come
+        self.reader_lost_s = float("inf")  # since when its prefill worker is gone; before it was answering
         self.last_reason = ""  # why it was moved
+        self.revision: tuple[str, str] | None = None  # of the weights that began the answer: no others continue it
         self.num_cached_tokens = 0
         # Hints for the next attempt.
         self.failed_workers: set[WorkerId] = set()
@@ -62,10 +66,35 @@ class Choice:
         if self.read_by == worker_id:
             self.read_by = None
 
+    def place(self, placement: Placement, now_s: float) -> None:
+        """The next attempt begins."""
+        self.attempt += 1
+        self.placement = placement
+        self.unplaced_since_s = now_s
+        self.is_answering = False
+        self.reader_lost_s = float("inf")
+
+    def lose_reader(self, worker_id: WorkerId, now_s: float) -> None:
+        """Its decode worker judges what that means; unless it has never heard of the hand-off and waits for it."""
+        reader = self.placement.prefill if self.placement is not None and self.is_placed else None
+        if reader == worker_id and not self.is_answering:
+            self.reader_lost_s = min(self.reader_lost_s, now_s)
+
+    def is_due(self, now_s: float) -> bool:
+        """Waits for a worker, and not for its links to heal."""
+        return self.is_open and not self.is_placed and self.place_after_s <= now_s
+
+    def judged_by_s(self, limits: RecoveryLimits) -> float:
+        """When it is moved, if its reader is lost and nothing was heard of its writer until then."""
+        is_judging = self.is_placed and not self.is_answering
+        return self.reader_lost_s + limits.max_judging_s if is_judging else float("inf")
+
     def deadline_s(self, limits: RecoveryLimits, *, is_first: bool) -> float:
         """When it is given up if nothing happens until then. is_first: its reader has nothing older to read."""
         if not self.is_open or (self.is_placed and self.entry.tokens):
             return float("inf")
+        if not self.is_placed and self.place_after_s > self.unplaced_since_s:
+            return self.place_after_s
         limit_s = queue_limit_s(limits, is_first=is_first) if self.is_placed else limits.max_unplaced_s
         return self.unplaced_since_s + limit_s
 

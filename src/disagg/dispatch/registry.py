@@ -33,6 +33,7 @@ class WorkerRecord:
             num_waiting_tokens=sum(self.waiting_tokens.values()),
             num_open=len(self.claimed_blocks.keys() | self.waiting_tokens.keys()),
             partners=partners,
+            max_context=self.card.pool.max_context,
         )
 
 
@@ -95,9 +96,11 @@ class Registry:
         """Workers that this one should connect to and pair with: the source side connects."""
         return tuple(record.card for record in self._records.values() if is_handoff_pair(card, record.card))
 
-    def views(self, model: str) -> list[WorkerView]:
-        """Workers that take new work."""
+    def views(self, model: str, revision: tuple[str, str] | None = None) -> list[WorkerView]:
+        """Workers that take new work; with a revision, of that one only."""
         records = [record for record in self.records(model) if not record.is_draining]
+        if revision is not None:
+            records = [record for record in records if record.card.pool.revision == revision]
         return [record.view(self._live_partners(record)) for record in records]
 
     def missing(self, model: str) -> str:

@@ -18,10 +18,13 @@ class Verdict(enum.StrEnum):
 class RecoveryLimits(msgspec.Struct, frozen=True):
     """How long and how often to try."""
 
-    max_attempts: int = 8  # of one sequence; moves away from a draining worker count too
+    max_attempts: int = 12  # of one sequence; moves away from a draining worker count too
+    num_quick_attempts: int = 3  # the ones after wait first: 0.1 s, then twice as long each time
+    max_retry_delay_s: float = 2.0
     max_unplaced_s: float = 30.0  # without a worker that could take it
     max_queue_s: float = 120.0  # placed, without a first token, behind others in its reader's queue
     max_first_token_s: float = 300.0  # the same, but first in that queue: its prompt may be under way
+    max_judging_s: float = 2.0  # after the loss of its reader: its writer says what is missing, or goes on
     finish_in_place_tokens: int = 32  # a draining worker finishes answers that cannot be longer than this
 
 
@@ -30,6 +33,7 @@ class Recovery(msgspec.Struct, frozen=True):
 
     verdict: Verdict
     reason: str
+    delay_s: float = 0.0  # before it is placed again
 
 
 # A request that can be served nowhere is not moved; everything else may be one worker's or one link's fault.
@@ -42,7 +46,10 @@ def after_failure(kind: FailureKind, message: str, attempt: int, limits: Recover
         return Recovery(Verdict.GIVE_UP, message)
     if attempt >= limits.max_attempts:
         return Recovery(Verdict.GIVE_UP, f"attempt {attempt} of {limits.max_attempts} failed: {message}")
-    return Recovery(Verdict.MOVE, f"attempt {attempt} failed ({kind.value}): {message}")
+    # Links that all fail at once would use up every attempt within a moment.
+    doublings = min(attempt - limits.num_quick_attempts, 16)
+    delay_s = min(0.1 * 2.0**doublings, limits.max_retry_delay_s) if doublings >= 0 else 0.0
+    return Recovery(Verdict.MOVE, f"attempt {attempt} failed ({kind.value}): {message}", delay_s)
 
 
 def at_drain(num_remaining_tokens: int, *, has_other_worker: bool, limits: RecoveryLimits) -> Recovery:

@@ -42,10 +42,15 @@ class WorkerView(msgspec.Struct, frozen=True):
     num_waiting_tokens: int  # prompt tokens sent there and not answered yet
     num_open: int  # sequences sent there and not ended
     partners: frozenset[WorkerId]  # workers it can hand KV to
+    max_context: int = 1 << 62  # tokens
 
     @property
     def num_pool_tokens(self) -> int:
         return self.num_blocks * self.block_size
+
+    def can_hold(self, num_tokens: int) -> bool:
+        """Of one sequence."""
+        return num_tokens <= min(self.num_pool_tokens, self.max_context)
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -87,7 +92,7 @@ def choose(workers: Sequence[WorkerView], demand: Demand, local_prefill_tokens: 
     sources = _sources_by_decode(workers, demand)
     # A decode worker without a prefill partner is second choice to anything that works as intended.
     whole = [view for view in writers if view.role is Role.MIXED or sources.get(view.worker_id)] or writers
-    fitting = [view for view in whole if view.num_pool_tokens >= demand.num_total_tokens] or whole
+    fitting = [view for view in whole if view.can_hold(demand.num_total_tokens)] or whole
     decode = min(fitting, key=lambda view: (view.worker_id != demand.preferred_decode, *_decode_load(view)))
     if decode.role is Role.MIXED:
         return Placement(Path.MIXED, PlacementReason.MIXED_WORKER, decode.worker_id)
@@ -97,7 +102,7 @@ def choose(workers: Sequence[WorkerView], demand: Demand, local_prefill_tokens: 
     if uncached <= local_prefill_tokens:
         return Placement(Path.LOCAL, PlacementReason.SHORT_PROMPT, decode.worker_id)
     partners = sources.get(decode.worker_id, [])
-    able = [view for view in partners if view.num_pool_tokens >= demand.num_prompt_tokens]
+    able = [view for view in partners if view.can_hold(demand.num_prompt_tokens)]
     if not able:
         reason = PlacementReason.PREFILL_POOL_TOO_SMALL if partners else PlacementReason.NO_PREFILL_WORKER
         return Placement(Path.LOCAL, reason, decode.worker_id)

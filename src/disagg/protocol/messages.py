@@ -34,6 +34,11 @@ class PoolCard(msgspec.Struct, frozen=True, array_like=True):
     max_context: int  # tokens
     arithmetic: str = ""  # weights and kernels: what must be equal for answers to be equal
 
+    @property
+    def revision(self) -> tuple[str, str]:
+        """What one answer keeps to, whoever writes it."""
+        return (self.model_digest, self.numerics.value)
+
 
 class WorkerCard(msgspec.Struct, frozen=True, array_like=True):
     """Everything others need to know of a worker; fixed for one incarnation except for its role."""

@@ -107,8 +107,8 @@ class Handoffs:
         end = (sequence.source or sequence.destination) if sequence is not None else None
         if sequence is None or end is None or end.fence != message.fence or end.peer != peer:
             self._state.ignore(message)
-        elif not sequence.needs_peer:
-            self._state.ignore(message)  # it is ours by now
+        elif not (sequence.is_live and sequence.needs_peer):
+            self._state.ignore(message)  # dropped already, or ours by now
         else:
             self._state.fail(sequence, message.failure)
 

@@ -98,7 +98,8 @@ class Receiving:
     def on_finish_prefill(self, peer: WorkerId, message: FinishPrefill) -> None:
         sequence, destination = self.find(message.handoff_id)
         is_mine = destination is not None and destination.is_of(peer, message.fence)
-        if sequence is None or destination is None or not is_mine or destination.is_prefill_finished:
+        is_over = sequence is None or destination is None or not sequence.is_live or destination.is_prefill_finished
+        if sequence is None or destination is None or not is_mine or is_over:
             self._state.ignore(message)
             self._answer_repeat(peer, message, destination)
             return

@@ -221,10 +221,10 @@ class Scheduler:
         if not spec.prompt_ids or not all(0 <= token < config.vocab_size for token in known_ids):
             text = f"the prompt must have 1 or more token ids below {config.vocab_size}"
             return Failure(FailureKind.INVALID_REQUEST, text)
-        if spec.max_total_tokens > config.max_context or spec.sampling.max_tokens <= len(message.emitted_ids):
-            text = f"{spec.max_total_tokens} tokens of prompt and answer, the context is {config.max_context} tokens"
-            return Failure(FailureKind.INVALID_REQUEST, text)
         num_tokens = spec.max_total_tokens if message.task in (Task.WHOLE, Task.DECODE) else len(known_ids)
+        if num_tokens > config.max_context or spec.sampling.max_tokens <= len(message.emitted_ids):
+            text = f"{num_tokens} tokens of prompt and answer, the context is {config.max_context} tokens"
+            return Failure(FailureKind.INVALID_REQUEST, text)
         num_blocks = self._state.cache.num_blocks_for(num_tokens)
         if num_blocks > config.num_blocks:
             text = (

@@ -105,6 +105,8 @@ class Sending:
                 self._state.act(again)
             else:
                 self._state.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, event.failure))
+        else:
+            self._state.ignore(event)  # dropped: the transport's last word is WritesStopped
 
     def on_writes_stopped(self, event: WritesStopped) -> None:
         sequence, source = self.find(event.handoff_id)

@@ -56,6 +56,7 @@ WORKER_UP = Metric("disagg_worker_up", _G, "1 while the worker is connected.")
 REQUESTS = Metric("disagg_requests_total", _C, "Requests that ended.", "outcome")
 REQUESTS_OPEN = Metric("disagg_requests_open", _G, "Requests under way.")
 MOVES = Metric("disagg_moves_total", _C, "Sequences taken from a worker and placed again, by cause.", "cause")
+MOVED_TOKENS = Metric("disagg_moved_tokens_total", _C, "Tokens of moved sequences read again: cached, computed.", "how")
 PLACEMENTS = Metric("disagg_placements_total", _C, "Sequences placed, by path and reason.", "reason")
 REJECTIONS = Metric("disagg_rejections_total", _C, "Requests turned away.", "reason")
 TTFT_SECONDS = Metric("disagg_ttft_seconds", _H, "Request received to first token sent.", "path", _SECONDS)
@@ -93,6 +94,7 @@ ROUTER_METRICS: tuple[Metric, ...] = (
     REQUESTS,
     REQUESTS_OPEN,
     MOVES,
+    MOVED_TOKENS,
     PLACEMENTS,
     REJECTIONS,
     TTFT_SECONDS,

@@ -3,12 +3,14 @@
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import msgspec
 
 REQUEST_TIMEOUT_S = 120.0
+LONG_SHARE = 0.2  # of the answers
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -49,7 +51,9 @@ def draw_questions(rng: random.Random, model: str, num_questions: int, max_promp
         prompt = shared[: rng.choice([0, len(shared)])]
         prompt = prompt + [rng.randrange(3, vocab) for _ in range(rng.randint(1, max_prompt // 2))]
         kind = rng.choice(["greedy", "seeded", "two choices"])
-        body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": rng.randint(1, 60), "logprobs": 1}
+        # Some answers grow far beyond the room that is taken at their start.
+        max_tokens = rng.randint(100, 200) if rng.random() < LONG_SHARE else rng.randint(1, 60)
+        body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "logprobs": 1}
         body["ignore_eos"] = True
         body["temperature"] = 0.0 if kind == "greedy" else 0.9
         body["seed"] = rng.randrange(2**31)
@@ -60,12 +64,20 @@ def draw_questions(rng: random.Random, model: str, num_questions: int, max_promp
     return questions
 
 
-async def ask(client: httpx.AsyncClient, question: Question, abort_after_s: float | None = None) -> Outcome:
-    """Ask once; every end is an Outcome. With abort_after_s the client leaves then, if it is not answered."""
+async def ask(
+    client: httpx.AsyncClient,
+    question: Question,
+    abort_after_s: float | None = None,
+    on_piece: Callable[[int], None] = lambda num_pieces: None,
+) -> Outcome:
+    """Ask once; every end is an Outcome. With abort_after_s the client leaves then, if it is not answered.
+
+    on_piece: called after each piece of a stream with how many there were so far.
+    """
     outcome = Outcome(started_s=time.monotonic())
     try:
         async with asyncio.timeout(abort_after_s if abort_after_s is not None else REQUEST_TIMEOUT_S):
-            await _ask(client, question, outcome)
+            await _ask(client, question, outcome, on_piece)
     except TimeoutError:
         outcome.is_aborted = abort_after_s is not None
         outcome.error = None if outcome.is_aborted else f"no answer within {REQUEST_TIMEOUT_S:g} s"
@@ -74,7 +86,9 @@ async def ask(client: httpx.AsyncClient, question: Question, abort_after_s: floa
     return outcome
 
 
-async def _ask(client: httpx.AsyncClient, question: Question, outcome: Outcome) -> None:
+async def _ask(
+    client: httpx.AsyncClient, question: Question, outcome: Outcome, on_piece: Callable[[int], None]
+) -> None:
     if not question.is_streamed:
         response = await client.post("/v1/completions", json=question.body)
         outcome.piece_times_s.append(time.monotonic())
@@ -88,6 +102,7 @@ async def _ask(client: httpx.AsyncClient, question: Question, outcome: Outcome) 
             elif line.startswith("data: "):
                 outcome.piece_times_s.append(time.monotonic())
                 _take(msgspec.json.decode(line[6:]), outcome)
+                on_piece(len(outcome.piece_times_s))
             elif line.startswith("{"):
                 _take(msgspec.json.decode(line), outcome)
     if not is_done and outcome.error is None:
@@ -111,3 +126,12 @@ def _take(body: dict[str, Any], outcome: Outcome) -> None:
 def is_same(outcome: Outcome, reference: Outcome) -> bool:
     """Text, finish reasons, every log-probability, usage."""
     return outcome.answer == reference.answer and outcome.usage == reference.usage
+
+
+def is_longer(outcome: Outcome, reference: Outcome) -> bool:
+    """More tokens than the undisturbed answer has: some came twice."""
+    return any(
+        len(seen[2]) > len(reference.answer[choice][2])
+        for choice, seen in outcome.answer.items()
+        if choice in reference.answer
+    )

@@ -5,11 +5,12 @@ data writes take time in which grants can be revoked, workers can die and bytes 
 after every event. `history` tells what happened, for the message of a failing test.
 """
 
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 
 from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import DisaggError, InternalFault
+from disagg.core.errors import DisaggError, FailureKind, InternalFault
 from disagg.core.ids import Incarnation, RequestId, WorkerId
 from disagg.core.request import FinishReason
 from disagg.core.roles import HandoffMode, Numerics, Role
@@ -44,6 +45,8 @@ from disagg.testing.virtual_time import Chances, Timing, VirtualTime
 from disagg.testing.virtual_worker import VirtualWorker
 
 MODEL = "fake"
+FIRST_RETRY_S = 0.1  # of a dial that was refused
+MAX_RETRY_S = 2.0
 
 
 class Answer:
@@ -73,6 +76,7 @@ class VirtualCluster:
         chances: Chances | None = None,
         max_open_requests: int = 1024,
         max_claimed_share: float = 1e9,
+        router_starts_s: float = 0.0,
     ) -> None:
         self.time = VirtualTime(seed, timing or Timing(), chances or Chances(), self._check)
         self.workers: dict[WorkerId, VirtualWorker] = {}
@@ -81,6 +85,7 @@ class VirtualCluster:
         self._links = count(1)
         self._router_links: dict[WorkerId, int] = {}
         self._wake_s = float("inf")
+        self.router_starts_s = router_starts_s  # workers that come earlier dial until it is there
         self.dispatcher = Dispatcher(
             DispatcherConfig(
                 incarnation=Incarnation(0),
@@ -108,14 +113,16 @@ class VirtualCluster:
         min_push_bytes: int = 0,
         digest: str = "m",
         lease_s: float = 5.0,
+        dtype: str = "float32",
+        max_context: int = 256,
     ) -> VirtualWorker:
-        layout = KvLayout(num_layers=3, num_kv_heads=1, head_dim=2, dtype="float32", block_size=block_size)
+        layout = KvLayout(num_layers=3, num_kv_heads=1, head_dim=2, dtype=dtype, block_size=block_size)
         incarnation = Incarnation(next(self._incarnations))
         card = WorkerCard(
             worker_id=WorkerId(name),
             incarnation=incarnation,
             role=role,
-            pool=PoolCard(MODEL, digest, "t", Numerics.EXACT, vocab_size=1000, max_context=256),
+            pool=PoolCard(MODEL, digest, "t", Numerics.EXACT, vocab_size=1000, max_context=max_context),
             layout=layout,
             num_blocks=num_blocks,
             control_address=name,
@@ -129,7 +136,7 @@ class VirtualCluster:
             numerics=Numerics.EXACT,
             layout=layout,
             num_blocks=num_blocks,
-            max_context=256,
+            max_context=max_context,
             vocab_size=1000,
             budget=StepBudget(chunk_tokens, mixed_chunk_tokens, max_running),
             handoff_mode=mode,
@@ -159,21 +166,33 @@ class VirtualCluster:
             self.time.after(duration_s / 2, partial(self._notice_loss, worker))
         self.time.after(duration_s + 0.1, partial(self._resume, worker, is_noticed=is_noticed))
 
-    def cut(self, source: str, target: str) -> None:
+    def cut(self, source: str, target: str, *, source_knows_after_s: float = 0.0) -> None:
         """The control connection between two workers breaks; they meet again a little later."""
         one, other = self.workers.get(WorkerId(source)), self.workers.get(WorkerId(target))
         if one is None or other is None or one.peers.get(other.worker_id) is not other:
             return
         self.time.note(source, f"cut from {target}")
-        self._part(one, other)
         self._part(other, one)
-        self.time.after(self.time.jittered(0.02), partial(self._pair, one, other))
+        if source_knows_after_s:
+            self.time.after(source_knows_after_s, partial(self._part, one, other))
+        else:
+            self._part(one, other)
+        self.time.after(source_knows_after_s + self.time.jittered(0.02), partial(self._pair, one, other))
 
     def drain(self, name: str) -> None:
         self._tell_dispatcher(DrainAsked(WorkerId(name)))
 
-    def _register(self, worker: VirtualWorker) -> None:
-        if worker.is_alive:
+    def _register(self, worker: VirtualWorker, wait_s: float = FIRST_RETRY_S) -> None:
+        if self.time.now_s < self.router_starts_s:
+            self._retry(partial(self._register, worker), wait_s)
+        elif worker.is_alive:
+            refusal = self.dispatcher.registry.refusal(worker.card)
+            if (
+                refusal is not None and refusal.kind is FailureKind.OVERLOADED
+            ):  # its predecessor is not known to be dead
+                self.time.note(worker.worker_id, refusal.message)
+                self._retry(partial(self._register, worker), wait_s)
+                return
             worker.router_link = self._router_links[worker.worker_id] = next(self._links)
             self._tell_dispatcher(WorkerRegistered(worker.card, worker.scheduler.is_draining))
 
@@ -199,11 +218,15 @@ class VirtualCluster:
 
     def _part(self, peer: VirtualWorker, gone: VirtualWorker) -> None:
         if peer.peers.get(gone.worker_id) is gone:
-            peer.handle(events.PeerLost(gone.worker_id, gone.card.incarnation, "its connection ended"))
-            peer.peers.pop(gone.worker_id, None)
+            peer.peers.pop(gone.worker_id, None)  # first: what it says now to the one it has lost is not sent
             peer.links.pop(gone.worker_id, None)
+            peer.handle(events.PeerLost(gone.worker_id, gone.card.incarnation, "its connection ended"))
 
-    def _pair(self, source: VirtualWorker, target: VirtualWorker) -> None:
+    def _retry(self, dial: Callable[[float], None], wait_s: float) -> None:
+        """Dial again after a wait, which doubles each time up to its limit."""
+        self.time.after(wait_s, lambda: dial(min(2 * wait_s, MAX_RETRY_S)))
+
+    def _pair(self, source: VirtualWorker, target: VirtualWorker, wait_s: float = FIRST_RETRY_S) -> None:
         """Connect if they are not, and report how it stands."""
         if not source.is_alive or not target.is_alive:
             return
@@ -212,6 +235,11 @@ class VirtualCluster:
             self.time.after(0.05, partial(self._pair, source, target))
             return
         failure = pairing_failure(source.card, target.card)
+        chance = self.time.chances.refused_dial
+        if failure is None and not is_known and chance and self.time.random.random() < chance:
+            self.time.note(source.worker_id, f"cannot reach {target.worker_id}")
+            self._retry(partial(self._pair, source, target), wait_s)
+            return
         if failure is None and not is_known:
             source.peers[target.worker_id] = target
             target.peers[source.worker_id] = source
@@ -270,12 +298,14 @@ class VirtualCluster:
                     self.time.note("router", action)
 
     def _to_worker(self, worker: VirtualWorker, message: RouterToWorker) -> None:
+        if self._router_links.get(worker.worker_id) != worker.router_link:
+            return  # sent on a connection that has ended
         if isinstance(message, AnnouncePeers):
             for card in message.peers:
                 peer = self.workers.get(card.worker_id)
                 if peer is not None and peer.card.incarnation == card.incarnation:
                     self.time.after(self.time.jittered(self.time.timing.message_s), partial(self._pair, worker, peer))
-        elif self._router_links.get(worker.worker_id) == worker.router_link:
+        else:
             worker.handle(events.RouterMessageReceived(message))
 
     def _to_client(self, action: Deliver) -> None:

@@ -19,13 +19,17 @@ class Timing(msgspec.Struct, frozen=True):
     byte_s: float = 1e-8
     write_s: float = 0.0005
     detect_s: float = 0.01  # from a death to the others' knowing of it
+    stall_s: float = 30.0  # until the transport gives up a write that does not move; not stretched
+    fence_s: float = 2.0  # until it lets go of such a write once it is told to; not stretched
     jitter: float = 3.0
 
 
 class Chances(msgspec.Struct, frozen=True):
-    """Probabilities of faults, per write."""
+    """Probabilities of faults."""
 
-    corrupt: float = 0.0
+    corrupt: float = 0.0  # of a write
+    step_failure: float = 0.0  # of a step: the engine raises
+    refused_dial: float = 0.0  # of a worker's dial of another
 
 
 class VirtualTime:

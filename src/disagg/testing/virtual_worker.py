@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import WorkerId
 from disagg.kvcache.segments import span_segments
 from disagg.protocol.handoff import decode_grant_key
@@ -48,6 +49,8 @@ class VirtualWorker:
         self.writing: dict[bytes, float] = {}  # until when a begun write may still touch the arena
         self.peers: dict[WorkerId, VirtualWorker] = {}
         self.stopped_keys: set[bytes] = set()
+        self.is_sending_stalled = False  # begun writes neither arrive nor end until the transport gives them up
+        self.is_engine_broken = False  # every step raises
         self._wake_s = float("inf")
 
     @property
@@ -112,7 +115,7 @@ class VirtualWorker:
             case StopPushes():
                 self.stopped_keys.add(action.grant_key)
                 handoff_id = decode_grant_key(action.grant_key).handoff_id
-                stop_s = time.jittered(time.timing.write_s * 2)
+                stop_s = time.timing.fence_s if self.is_sending_stalled else time.jittered(time.timing.write_s * 2)
                 time.after(stop_s, lambda: self.handle(events.WritesStopped(handoff_id)))
 
     def _to_peer(self, peer: "VirtualWorker", link: int, message: WorkerToWorker) -> None:
@@ -121,6 +124,11 @@ class VirtualWorker:
 
     def _run(self, action: RunStep) -> None:
         time, plan = self._time, action.plan
+        chance = time.chances.step_failure
+        if self.is_engine_broken or (chance and time.random.random() < chance):
+            failed = events.StepFailed(plan.step_id, Failure(FailureKind.INTERNAL, f"{self.worker_id} is broken"))
+            time.after(time.jittered(time.timing.step_s), lambda: self.handle(failed))
+            return
         layers: list[int] = []
         result = self.engine.run_step(plan, layers.append)
         duration_s = time.jittered(time.timing.step_s + plan.num_tokens * time.timing.prompt_token_s)
@@ -149,6 +157,10 @@ class VirtualWorker:
                 finish("not connected or stopped")
             elif peer.grants.get(action.grant_key) != self.worker_id:
                 finish("not granted")
+            elif self.is_sending_stalled:
+                until_s = time.now_s + time.timing.fence_s
+                peer.writing[action.grant_key] = max(peer.writing.get(action.grant_key, 0.0), until_s)
+                time.after(time.timing.stall_s, lambda: finish(f"no byte moved for {time.timing.stall_s:g} s"))
             else:
                 peer.writing[action.grant_key] = max(peer.writing.get(action.grant_key, 0.0), time.now_s + land_s)
                 time.after(land_s, lambda: land(peer))

@@ -8,6 +8,7 @@ peers    the router says whom to meet; the source side dials, asks for pairing a
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 
 import msgspec
@@ -49,6 +50,11 @@ REPORT_INTERVAL_S = 0.25  # between two reports of this worker's state
 
 _FROM_ROUTER: msgspec.msgpack.Decoder[RouterToWorker] = msgspec.msgpack.Decoder(RouterToWorker)
 _FROM_PEER: msgspec.msgpack.Decoder[WorkerToWorker] = msgspec.msgpack.Decoder(WorkerToWorker)
+
+
+def _has_held(since_s: float) -> bool:
+    """Whether a connection made then was one to dial again at once: one that breaks as soon as it is made is not."""
+    return time.monotonic() - since_s > MAX_RETRY_S
 
 
 class _Link:
@@ -120,9 +126,10 @@ class PeerLinks:
         wait_s = FIRST_RETRY_S
         while failure is None:
             try:
-                lost = await self._pair(card)
-                wait_s = FIRST_RETRY_S
+                lost, since_s = await self._pair(card), time.monotonic()
                 reason = await asyncio.shield(lost)
+                if _has_held(since_s):
+                    wait_s = FIRST_RETRY_S
                 self.report(ReportPairing(card.worker_id, card.incarnation, Failure(FailureKind.WORKER_LOST, reason)))
             except ConfigurationError as error:  # refused for good
                 failure = Failure(FailureKind.INVALID_REQUEST, str(error))
@@ -216,9 +223,10 @@ class RouterLink:
         wait_s, told = FIRST_RETRY_S, ""
         while True:
             try:
-                lost = await self._register()
-                wait_s, told = FIRST_RETRY_S, ""
+                lost, since_s, told = await self._register(), time.monotonic(), ""
                 reason = await lost
+                if _has_held(since_s):
+                    wait_s = FIRST_RETRY_S
                 _log.warning("router %s lost: %s", self._address, reason)
             except PeerFault as error:
                 if str(error) != told:  # say it once, not at every try

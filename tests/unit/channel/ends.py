@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -97,5 +98,6 @@ async def raw() -> AsyncIterator[tuple[asyncio.StreamWriter, asyncio.StreamReade
             writer.transport.abort()
 
 
-def frame(payload: bytes) -> bytes:
-    return len(payload).to_bytes(4) + payload
+def frame(payload: bytes, number: int = 0) -> bytes:
+    """As the number-th frame of its direction."""
+    return len(payload).to_bytes(4) + zlib.crc32(payload, number).to_bytes(4) + payload

@@ -76,15 +76,20 @@ async def test_the_end_of_the_stream_is_told_once() -> None:
         assert len(heard.losses) == 1
 
 
+GOOD = msgspec.msgpack.encode(renewal(1))
 GARBAGE = {
     "a length over the limit": (MAX_FRAME_BYTES + 1).to_bytes(4),
     "the largest length": b"\xff" * 4,
-    "no msgpack": frame(b"\xc1\xff\x00"),
-    "an empty frame": frame(b""),
-    "an unknown kind": frame(msgspec.msgpack.encode(["shut_down", 1])),
-    "a message of another direction": frame(msgspec.msgpack.encode(["register_worker", 1])),
-    "a field of another type": frame(msgspec.msgpack.encode(["beat", "soon"])),
-    "deep nesting": frame(b"\x91" * 100_000),
+    "no msgpack": frame(b"\xc1\xff\x00", 1),
+    "an empty frame": frame(b"", 1),
+    "an unknown kind": frame(msgspec.msgpack.encode(["shut_down", 1]), 1),
+    "a message of another direction": frame(msgspec.msgpack.encode(["register_worker", 1]), 1),
+    "a field of another type": frame(msgspec.msgpack.encode(["beat", "soon"]), 1),
+    "deep nesting": frame(b"\x91" * 100_000, 1),
+    "a damaged frame": frame(GOOD, 1)[:-1] + bytes([GOOD[-1] ^ 1]),
+    "a damaged checksum": frame(GOOD, 1 << 8),
+    "a frame after a lost one": frame(GOOD, 2),
+    "the same frame again": frame(GOOD, 0),
 }
 
 
@@ -92,8 +97,7 @@ GARBAGE = {
 async def test_garbage_ends_the_connection_and_nothing_after_it_is_delivered(garbage: str) -> None:
     async with raw() as (writer, reader, channel):
         heard = start(channel)
-        good = frame(msgspec.msgpack.encode(renewal(1)))
-        writer.write(good + GARBAGE[garbage] + good)
+        writer.write(frame(GOOD) + GARBAGE[garbage] + frame(GOOD, 2))
         await heard.wait(num_losses=1)
         assert heard.messages == [renewal(1)]
         assert len(heard.losses) == 1

@@ -2,8 +2,10 @@
 
 import contextlib
 import socket
+import struct
 import sys
 import threading
+import zlib
 from collections.abc import Iterator
 
 import msgspec
@@ -33,7 +35,8 @@ class Router:
         connection, _ = self._socket.accept()
         with connection, connection.makefile("rb") as stream:
             connection.settimeout(DEADLINE_S)
-            payload = stream.read(int.from_bytes(stream.read(4)))
+            num_bytes, _ = struct.unpack("!II", stream.read(8))
+            payload = stream.read(num_bytes)
             self.heard.append(msgspec.msgpack.decode(payload, type=WorkerToRouter))
             connection.sendall(self._answer)
 
@@ -44,7 +47,7 @@ class Router:
 
 def frame(message: msgspec.Struct) -> bytes:
     payload = msgspec.msgpack.encode(message)
-    return len(payload).to_bytes(4) + payload
+    return struct.pack("!II", len(payload), zlib.crc32(payload)) + payload
 
 
 @contextlib.contextmanager

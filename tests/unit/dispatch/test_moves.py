@@ -138,6 +138,23 @@ def test_a_lost_prefill_worker_is_the_decode_workers_to_judge() -> None:
     assert desk.choice(request_id).attempt == 1
 
 
+def test_a_decode_worker_that_never_heard_of_its_lost_reader_is_not_waited_for() -> None:
+    """The prefill worker was never told: its link to the router was silent, the one to the decode worker works."""
+    desk = site(num_prefill=2)
+    request_id, _ = desk.submit()
+    begun, _ = desk.submit()
+    answering, _ = desk.submit()
+    desk.lose("p0")
+    desk.emit("d0", answering, 0)
+    wake_s = desk.dispatcher.next_wake_s()
+    assert wake_s == desk.now_s + RecoveryLimits().max_judging_s
+    assert starts(desk.wait(wake_s - desk.now_s - 0.01)) == []
+    actions = desk.wait(0.01)
+    assert starts(actions) == [("d0", Task.DECODE, 2, ()), ("p1", Task.PREFILL, 2, ())]
+    assert [desk.choice(each).attempt for each in (request_id, begun, answering)] == [2, 1, 1]
+    assert starts(desk.wait(10.0)) == []
+
+
 @pytest.mark.parametrize(
     ("kept", "expected"),
     [

@@ -17,8 +17,8 @@ from disagg.core.ids import HandoffId, Incarnation, RequestId, SequenceId
 from disagg.core.request import FinishReason, SamplingParams
 from disagg.core.roles import Role, Task
 from disagg.dispatch.config import RETRY_AFTER_S
-from disagg.dispatch.dispatcher import error_of
 from disagg.dispatch.events import ChoiceStopped, ClientGone
+from disagg.dispatch.gate import error_of
 from disagg.dispatch.stream import GenerateRequest, TokensDelivered
 from disagg.policy.recovery import Recovery, Verdict
 from disagg.protocol.messages import AbortSequence, EmitTokens, PromptReport, ReportFailure, StartSequence

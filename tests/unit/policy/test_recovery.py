@@ -22,6 +22,16 @@ def test_everything_moves_but_what_can_be_served_nowhere_and_what_was_tried_enou
         assert recovery == Recovery(Verdict.MOVE, f"attempt {attempt} failed ({kind.value}): because")
 
 
+def test_links_that_fail_at_once_get_time_to_heal() -> None:
+    """The first attempts follow at once; all that are allowed span seconds."""
+    limits = RecoveryLimits()
+    delays = [after_failure(FailureKind.WORKER_LOST, "", n, limits).delay_s for n in range(1, limits.max_attempts)]
+    assert delays[: limits.num_quick_attempts - 1] == [0.0] * (limits.num_quick_attempts - 1)
+    assert delays == sorted(delays)
+    assert max(delays) == limits.max_retry_delay_s
+    assert sum(delays) > 5.0
+
+
 @pytest.mark.parametrize(
     ("num_remaining", "has_other", "expected"),
     [
