@@ -25,6 +25,7 @@ $(STAMP): requirements.lock pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(PY) -m disagg.engine.native.build
 	@touch $@
 
 .PHONY: venv

@@ -53,7 +53,7 @@ from disagg.protocol.messages import (
     WorkerToRouter,
     WorkerToWorker,
 )
-from disagg.router.openai_types import read_chat
+from disagg.router.openai_types import read_chat, read_completion
 from disagg.telemetry import metrics as table
 from disagg.transport.api import ConnectionLost, WriteFinished
 from disagg.worker import links
@@ -305,6 +305,9 @@ def test_d8_a_moved_sequence_draws_what_it_would_have_drawn(num_tokens: int) -> 
 def test_d7_what_would_constrain_an_answer_is_refused(asked: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest) as refused:
         read_chat({"model": "m", "messages": [{"role": "user", "content": "hi"}], "response_format": asked})
+    assert refused.value.param == "response_format"
+    with pytest.raises(InvalidRequest) as refused:
+        read_completion({"model": "m", "prompt": "hi", "response_format": asked})
     assert refused.value.param == "response_format"
 
 

@@ -100,6 +100,7 @@ def read_completion(body: JsonObject) -> CompletionRequest:
     model = fields.text("model")
     fields.refuse_unless("echo", False)
     fields.refuse_unless("suffix", "")
+    fields.refuse_unless("response_format", {"type": "text"})
     fields.refuse_unless("best_of", 1, fields.values.get("n"))
     prompts = _read_prompts(fields)
     max_tokens = fields.integer("max_tokens", 1, _MAX_TOKENS) or DEFAULT_COMPLETION_TOKENS
