@@ -50,7 +50,7 @@ class Rig:
             table_row = self.tables.place(sequence_id(sequence), self._blocks[sequence])
             spans.append(RowSpan(start, len(tokens), position, table_row))
         self.layers.clear()
-        ids = [token for _, tokens, _ in rows for token in tokens]
+        ids = np.array([token for _, tokens, _ in rows for token in tokens], np.int64)
         step = make_step(ids, spans, spans, self.tables, BLOCK, self.attention, torch.device("cpu"))
         return self.decoder.forward(step, self.layers.append)
 

@@ -259,7 +259,7 @@ class GenericDecoder:
             blocks = tuple(BlockId(number * blocks_each + index) for index in range(blocks_each))
             row = self._tables.place(SequenceId(RequestId(Incarnation(0), number), 0), blocks)
             spans.append(RowSpan(start, len(tokens), position, row))
-        ids = [int(token) for _, tokens, _ in rows for token in tokens]
+        ids = torch.cat([tokens for _, tokens, _ in rows]).cpu().numpy()
         return self.forward(make_step(ids, spans, spans, self._tables, block_size, self._attention, self._device), None)
 
     def _library_scores(self) -> Tensor:

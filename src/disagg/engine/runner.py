@@ -4,11 +4,12 @@ run_step: check the plan -> put its rows in order -> one forward pass for all of
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from disagg.core.errors import ConfigurationError, InternalFault
 from disagg.core.formats import Kernels, KvDtype, Weights
@@ -24,7 +25,7 @@ from disagg.engine.native_attention import NativeAttention
 from disagg.engine.operations import NativeOperations, Operations, TorchOperations
 from disagg.engine.penalties import Tally, TallyTable
 from disagg.engine.rotary import rotary_tables
-from disagg.engine.sampler import SampleRequest, sample
+from disagg.engine.sampler import Sample, SampleRequest, sample
 from disagg.engine.step import LayerDone, StepTensors, make_step
 from disagg.engine.tables import BlockTables
 from disagg.engine.weights import load_weights
@@ -132,8 +133,9 @@ class TorchEngine:
             self._library.set_num_threads(torch.get_num_threads())
         placed = self._place(plan)
         sampling = [item for item in placed if item.row.sampling is not None]
+        requests = self._requests(sampling)
         logits = self._model.forward(self._tensors(placed, sampling), self._layer_done(on_layers, plan=plan))
-        return StepResult(plan.step_id, self._sample(plan, logits, sampling))
+        return StepResult(plan.step_id, _tokens(plan, sampling, sample(logits, requests)))
 
     def _layer_done(self, on_layers: OnLayers, *, plan: StepPlan) -> LayerDone:
         def layer_done(layer: int) -> None:
@@ -149,62 +151,61 @@ class TorchEngine:
         if len({row.sequence_id for row in plan.rows}) < len(plan.rows):
             raise InternalFault(f"step {plan.step_id} has two rows of one sequence; one needs the other's KV")
         self._tables.begin_step()
+        place, block_size, limit = self._tables.place, self.layout.block_size, self.config.max_context
         placed: list[_Placed] = []
         start = 0
         for row in sorted(plan.rows, key=lambda row: (len(row.token_ids) > 1, row.position)):
-            self._check(row)
-            num_tokens = len(row.token_ids)
-            table_row = self._tables.place(row.sequence_id, row.block_table)
-            placed.append(_Placed(row, RowSpan(start, num_tokens, row.position, table_row)))
+            num_tokens, position = len(row.token_ids), row.position
+            end = position + num_tokens
+            if num_tokens < 1 or position < 0 or end > limit or end > len(row.block_table) * block_size:
+                self._refuse(row)
+            placed.append(_Placed(row, RowSpan(start, num_tokens, position, place(row.sequence_id, row.block_table))))
             start += num_tokens
         return placed
 
-    def _check(self, row: StepRow) -> None:
+    def _refuse(self, row: StepRow) -> NoReturn:
+        """Say what is wrong with a row that does not fit."""
         name, length = row.sequence_id, row.position + len(row.token_ids)
         if not row.token_ids or row.position < 0:
             raise InternalFault(f"row of {name} has {len(row.token_ids)} tokens at position {row.position}")
         if length > self.config.max_context:
             raise InternalFault(f"row of {name} ends at {length} tokens, the context is {self.config.max_context}")
-        if len(row.block_table) * self.layout.block_size < length:
-            needed = -(-length // self.layout.block_size)
-            raise InternalFault(f"row of {name} has {len(row.block_table)} blocks, {length} tokens need {needed}")
-        if min(row.token_ids) < 0 or max(row.token_ids) >= self.config.vocab_size:
-            raise InternalFault(
-                f"row of {name} has token ids {min(row.token_ids)} to {max(row.token_ids)}, "
-                f"the vocabulary has 0 to {self.config.vocab_size - 1}"
-            )
-        if row.sampling is not None and row.sampling.has_penalty:
-            known = -1 if row.history is None else len(row.history.answer_ids)
-            if known != row.output_position:
-                raise InternalFault(
-                    f"row of {name} has a penalty on the {row.output_position} tokens of its answer and "
-                    f"{'no history' if known < 0 else f'a history of {known}'}; give all of them"
-                )
+        needed = -(-length // self.layout.block_size)
+        raise InternalFault(f"row of {name} has {len(row.block_table)} blocks, {length} tokens need {needed}")
+
+    def _refuse_tokens(self, placed: Sequence[_Placed]) -> NoReturn:
+        last = self.config.vocab_size - 1
+        for row in (item.row for item in placed):
+            if min(row.token_ids) < 0 or max(row.token_ids) > last:
+                ids = f"token ids {min(row.token_ids)} to {max(row.token_ids)}"
+                raise InternalFault(f"row of {row.sequence_id} has {ids}, the vocabulary has 0 to {last}")
+        raise InternalFault("no row has a token outside of the vocabulary")
 
     def _tensors(self, placed: Sequence[_Placed], sampling: Sequence[_Placed]) -> StepTensors:
-        tokens = [token for item in placed for token in item.row.token_ids]
+        tokens = np.fromiter(chain.from_iterable(item.row.token_ids for item in placed), np.int64)
+        if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
+            self._refuse_tokens(placed)
         spans, sampled = [span for _, span in placed], [span for _, span in sampling]
         block_size = self.layout.block_size
         return make_step(tokens, spans, sampled, self._tables, block_size, self._attention, self.device)
 
-    def _sample(self, plan: StepPlan, logits: Tensor, sampling: Sequence[_Placed]) -> tuple[EmittedToken, ...]:
+    def _requests(self, sampling: Sequence[_Placed]) -> list[SampleRequest]:
         requests = [
             SampleRequest(row.sampling, row.sequence_id.choice, row.output_position, self._tally(row))
             for row, _ in sampling
             if row.sampling is not None
         ]
         self._tallies.forget(len(requests))
-        drawn = zip(sampling, sample(logits, requests), strict=True)
-        by_sequence = {
-            item.row.sequence_id: EmittedToken(
-                item.row.sequence_id, item.row.output_position, result.token_id, result.logprobs
-            )
-            for item, result in drawn
-        }
-        return tuple(by_sequence[row.sequence_id] for row in plan.rows if row.sampling is not None)
+        return requests
 
     def _tally(self, row: StepRow) -> Tally | None:
-        return None if row.history is None else self._tallies.tally(row.sequence_id, row.history)
+        if row.history is not None and len(row.history.answer_ids) == row.output_position:
+            return self._tallies.tally(row.sequence_id, row.history)
+        if row.sampling is None or not row.sampling.has_penalty:
+            return None
+        known = "no history" if row.history is None else f"a history of {len(row.history.answer_ids)}"
+        text = f"row of {row.sequence_id} has a penalty on the {row.output_position} tokens of its answer"
+        raise InternalFault(f"{text} and {known}; give all of them")
 
     def check_invariants(self) -> None:
         """The arena agrees with its layout, and the layout with the model."""
@@ -213,6 +214,16 @@ class TorchEngine:
         self._tables.check_invariants()
         if self.layout != self.config.kv_layout(self.layout.block_size, self.layout.dtype):
             raise InternalFault(f"the arena's layout {self.layout} is not the model's")
+
+
+def _tokens(plan: StepPlan, sampling: Sequence[_Placed], samples: Sequence[Sample]) -> tuple[EmittedToken, ...]:
+    """In the order of the plan."""
+    drawn = zip(sampling, samples, strict=True)
+    by_sequence = {
+        row.sequence_id: EmittedToken(row.sequence_id, row.output_position, result.token_id, result.logprobs)
+        for (row, _), result in drawn
+    }
+    return tuple(by_sequence[row.sequence_id] for row in plan.rows if row.sampling is not None)
 
 
 def _checked_device(device: str) -> torch.device:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ class StepTensors(NamedTuple):
 
 
 def make_step(
-    tokens: Sequence[int],
+    tokens: npt.NDArray[np.int64],
     spans: Sequence[RowSpan],
     sampled: Sequence[RowSpan],
     tables: BlockTables,
@@ -37,9 +38,9 @@ def make_step(
     positions = np.arange(len(tokens)) + np.repeat(firsts - starts, counts)
     slots = tables.slots(np.repeat(rows, counts), positions, block_size)
     return StepTensors(
-        tokens=torch.tensor(tokens, device=device),
+        tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
         slots=torch.from_numpy(slots).to(device),
-        sampled=torch.tensor([span.start + span.num_tokens - 1 for span in sampled], dtype=torch.int64, device=device),
+        sampled=torch.tensor([start + count - 1 for start, count, _, _ in sampled], dtype=torch.int64, device=device),
         attention=attention.plan(spans),
     )
