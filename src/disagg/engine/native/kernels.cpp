@@ -20,8 +20,11 @@ using namespace ::DISAGG_ISA;
 
 // --- products ----------------------------------------------------------------------------------------------------
 
-// c [ROWS][VECS * LANES] = init + a b, inputs in order. a(r, k) = a[r * a_row + k * a_input].
-template <int ROWS, int VECS, class Weight>
+constexpr int64_t PREFETCH_BYTES = 2048;  // how far ahead weights are asked for; past their end it does no harm
+
+// c [ROWS][VECS * LANES] = init + a b, inputs in order. a(r, k) = a[r * a_row + k * a_input]. IS_FAR: b is in memory,
+// not in a cache, and read front to back.
+template <int ROWS, int VECS, bool IS_FAR = false, class Weight>
 static inline void tile(int64_t inputs, const float *a, int64_t a_row, int64_t a_input, const Weight *b, int64_t b_input,
                         const float *init, int64_t init_row, float *c, int64_t c_row) {
     Vec sums[ROWS][VECS];
@@ -30,6 +33,7 @@ static inline void tile(int64_t inputs, const float *a, int64_t a_row, int64_t a
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) sums[r][v] = init ? load(init + r * init_row + v * LANES) : zero();
     for (int64_t k = 0; k < inputs; k++) {
+        if (IS_FAR) _mm_prefetch((const char *)(b + k * b_input) + PREFETCH_BYTES, _MM_HINT_T0);
         Vec weights[VECS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) weights[v] = load(b + k * b_input + v * LANES);
@@ -46,11 +50,12 @@ static inline void tile(int64_t inputs, const float *a, int64_t a_row, int64_t a
         for (int v = 0; v < VECS; v++) store(c + r * c_row + v * LANES, sums[r][v]);
 }
 
-template <int ROWS, int VECS, class Weight>
+template <int ROWS, int VECS, bool IS_FAR = false, class Weight>
 static inline void tile_of(int rows, int64_t inputs, const float *a, int64_t a_row, int64_t a_input, const Weight *b,
                            int64_t b_input, const float *init, int64_t init_row, float *c, int64_t c_row) {
-    if (rows == ROWS) return tile<ROWS, VECS>(inputs, a, a_row, a_input, b, b_input, init, init_row, c, c_row);
-    if constexpr (ROWS > 1) tile_of<ROWS - 1, VECS>(rows, inputs, a, a_row, a_input, b, b_input, init, init_row, c, c_row);
+    if (rows == ROWS) return tile<ROWS, VECS, IS_FAR>(inputs, a, a_row, a_input, b, b_input, init, init_row, c, c_row);
+    if constexpr (ROWS > 1)
+        tile_of<ROWS - 1, VECS, IS_FAR>(rows, inputs, a, a_row, a_input, b, b_input, init, init_row, c, c_row);
 }
 
 constexpr int64_t FEW_ROWS = 2 * TILE_ROWS;        // up to here, packing rows and unpacking weights does not pay
@@ -68,9 +73,9 @@ static void panel_rows(int rows, const Product &p, int64_t row, int64_t panel) {
     float *y = p.y + row * p.outputs + panel * PANEL, *c = is_whole ? y : edge;
     const Weight *weights = static_cast<const Weight *>(p.weights) + panel * PANEL * p.inputs;
     for (int64_t v = 0; v < PANEL; v += TILE_VECS * LANES)
-        tile_of<TILE_ROWS, TILE_VECS>(rows, p.inputs, p.x + row * p.inputs, p.inputs, 1, weights + v, PANEL,
-                                      p.bias ? p.bias + panel * PANEL + v : nullptr, 0, c + v,
-                                      is_whole ? p.outputs : PANEL);
+        tile_of<TILE_ROWS, TILE_VECS, true>(rows, p.inputs, p.x + row * p.inputs, p.inputs, 1, weights + v, PANEL,
+                                            p.bias ? p.bias + panel * PANEL + v : nullptr, 0, c + v,
+                                            is_whole ? p.outputs : PANEL);
     if (!is_whole)
         for (int r = 0; r < rows; r++) std::memcpy(y + r * p.outputs, edge + r * PANEL, columns * sizeof(float));
 }
@@ -171,6 +176,7 @@ static inline void group_sums(const int8_t *weights, const int8_t *q, int64_t q_
     const __m512i flip = _mm512_set1_epi8(-128);
 #pragma GCC unroll 4
     for (int k = 0; k < GROUP / 4; k++) {
+        _mm_prefetch((const char *)weights + k * 64 + PREFETCH_BYTES, _MM_HINT_T0);
         __m512i w = _mm512_xor_si512(_mm512_loadu_si512(weights + k * 64), flip);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
@@ -204,6 +210,7 @@ static inline void group_sums(const int8_t *weights, const int8_t *q, int64_t q_
     __m256i lo[ROWS], hi[ROWS];
     for (int r = 0; r < ROWS; r++) lo[r] = hi[r] = _mm256_setzero_si256();
     for (int k = 0; k < GROUP / 4; k++) {
+        _mm_prefetch((const char *)weights + k * 64 + PREFETCH_BYTES, _MM_HINT_T0);
         __m256i first = _mm256_loadu_si256((const __m256i *)(weights + k * 64));
         __m256i second = _mm256_loadu_si256((const __m256i *)(weights + k * 64 + 32));
 #pragma GCC unroll 8
