@@ -34,10 +34,10 @@ struct __attribute__((packed)) TileShapes {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-static void shape_tiles() {
-    TileShapes shapes;
-    _tile_loadconfig(&shapes);
-}
+// A constant: GCC 12 does not see that the instruction reads it and would leave out stores to a local one.
+static const TileShapes shapes;
+
+static void shape_tiles() { _tile_loadconfig(&shapes); }
 
 static void quantize(const Int8Product &p, const QuantizedRows &x) {
 #pragma omp parallel for num_threads(num_threads) schedule(static)
