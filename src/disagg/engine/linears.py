@@ -44,7 +44,7 @@ class PackedLinear:
 
 
 class Int8Linear:
-    """Weights as int8 with a scale per output and 64 inputs; rows of x are rounded to int8 in the same groups.
+    """Weights as int8 with a scale per output and 32 inputs; rows of x become 16-bit integers in the same groups.
 
     Sums within a group are exact integers. So a row's result depends on nothing but the row.
     """

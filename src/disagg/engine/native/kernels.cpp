@@ -166,13 +166,13 @@ static void product(const Product &p) {
 
 constexpr int INT8_ROWS = 8;
 
-// Exact sums of one group: bytes of weights as unsigned (x + 128), so 128 * sum(q) has to be taken off again.
+// Exact sums of one group: bytes of weights as unsigned (x + 128), so 128 times the sums of the
+// rows has to be taken off again. FINE * coarse + fine rounds once: both are exact as floats.
 template <int ROWS>
-static inline void group_sums(const int8_t *weights, const int8_t *q, int64_t q_row, const int32_t *sums, int64_t sums_row,
-                              Vec *out) {
-    __m512i totals[ROWS];
+static inline void group_sums(const int8_t *weights, const QuantizedRows &x, int64_t row, int64_t group, Vec *out) {
+    __m512i coarse[ROWS], fine[ROWS];
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) totals[r] = _mm512_set1_epi32(-128 * sums[r * sums_row]);
+    for (int r = 0; r < ROWS; r++) coarse[r] = fine[r] = _mm512_setzero_si512();
     const __m512i flip = _mm512_set1_epi8(-128);
 #pragma GCC unroll 4
     for (int k = 0; k < GROUP / 4; k++) {
@@ -180,49 +180,53 @@ static inline void group_sums(const int8_t *weights, const int8_t *q, int64_t q_
         __m512i w = _mm512_xor_si512(_mm512_loadu_si512(weights + k * 64), flip);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
-            int32_t four;
-            std::memcpy(&four, q + r * q_row + k * 4, 4);
-            totals[r] = _mm512_dpbusd_epi32(totals[r], w, _mm512_set1_epi32(four));
+            int32_t four[2];
+            std::memcpy(&four[0], x.at(row + r, group) + k * 4, 4);
+            std::memcpy(&four[1], x.at(row + r, group) + GROUP + k * 4, 4);
+            coarse[r] = _mm512_dpbusd_epi32(coarse[r], w, _mm512_set1_epi32(four[0]));
+            fine[r] = _mm512_dpbusd_epi32(fine[r], w, _mm512_set1_epi32(four[1]));
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) out[r] = {_mm512_cvtepi32_ps(totals[r])};
+    for (int r = 0; r < ROWS; r++) {
+        const int32_t *extra = x.sums + ((row + r) * x.groups + group) * 2;
+        Vec high = {_mm512_cvtepi32_ps(_mm512_sub_epi32(coarse[r], _mm512_set1_epi32(128 * extra[0])))};
+        Vec low = {_mm512_cvtepi32_ps(_mm512_sub_epi32(fine[r], _mm512_set1_epi32(128 * extra[1])))};
+        out[r] = fma(high, splat(float(FINE)), low);
+    }
 }
 
 #else
 
-constexpr int INT8_ROWS = 3;
+constexpr int INT8_ROWS = 2;
 
 static inline __m256i multiply_bytes(__m256i w, __m256i q) {
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(q, w));
     return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 
-static inline Vec vec_of(__m256i lo, __m256i hi) {
-    int32_t both[LANES];
-    _mm256_storeu_si256((__m256i *)both, lo);
-    _mm256_storeu_si256((__m256i *)(both + 8), hi);
-    return from_ints(both);
+static inline __m256 joined(__m256i coarse, __m256i fine) {
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(coarse), _mm256_set1_ps(float(FINE)), _mm256_cvtepi32_ps(fine));
 }
 
 template <int ROWS>
-static inline void group_sums(const int8_t *weights, const int8_t *q, int64_t q_row, const int32_t *, int64_t, Vec *out) {
-    __m256i lo[ROWS], hi[ROWS];
-    for (int r = 0; r < ROWS; r++) lo[r] = hi[r] = _mm256_setzero_si256();
+static inline void group_sums(const int8_t *weights, const QuantizedRows &x, int64_t row, int64_t group, Vec *out) {
+    __m256i sums[ROWS][4];  // coarse and fine of the first eight columns, then of the others
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < 4; i++) sums[r][i] = _mm256_setzero_si256();
     for (int k = 0; k < GROUP / 4; k++) {
         _mm_prefetch((const char *)weights + k * 64 + PREFETCH_BYTES, _MM_HINT_T0);
-        __m256i first = _mm256_loadu_si256((const __m256i *)(weights + k * 64));
-        __m256i second = _mm256_loadu_si256((const __m256i *)(weights + k * 64 + 32));
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++) {
-            int32_t four;
-            std::memcpy(&four, q + r * q_row + k * 4, 4);
-            __m256i factor = _mm256_set1_epi32(four);
-            lo[r] = _mm256_add_epi32(lo[r], multiply_bytes(first, factor));
-            hi[r] = _mm256_add_epi32(hi[r], multiply_bytes(second, factor));
-        }
+#pragma GCC unroll 2
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) {
+                int32_t four;
+                std::memcpy(&four, x.at(row + r, group) + i % 2 * GROUP + k * 4, 4);
+                __m256i w = _mm256_loadu_si256((const __m256i *)(weights + k * 64 + i / 2 * 32));
+                sums[r][i] = _mm256_add_epi32(sums[r][i], multiply_bytes(w, _mm256_set1_epi32(four)));
+            }
     }
-    for (int r = 0; r < ROWS; r++) out[r] = vec_of(lo[r], hi[r]);
+    for (int r = 0; r < ROWS; r++) out[r] = {joined(sums[r][0], sums[r][1]), joined(sums[r][2], sums[r][3])};
 }
 
 #endif
@@ -232,10 +236,8 @@ static void int8_tile(const QuantizedRows &x, int64_t row, const int8_t *weights
                       float *out) {
     Vec totals[ROWS], sums[ROWS];
     for (int r = 0; r < ROWS; r++) totals[r] = bias ? load(bias) : zero();
-    int64_t q_row = x.groups * GROUP;
     for (int64_t g = 0; g < x.groups; g++) {
-        group_sums<ROWS>(weights + g * GROUP * INT8_PANEL, x.values + row * q_row + g * GROUP, q_row,
-                         x.sums + row * x.groups + g, x.groups, sums);
+        group_sums<ROWS>(weights + g * GROUP * INT8_PANEL, x, row, g, sums);
         Vec scale = load(scales + g * INT8_PANEL);
         for (int r = 0; r < ROWS; r++)
             totals[r] = fma(sums[r], mul(scale, splat(x.scales[(row + r) * x.groups + g])), totals[r]);
@@ -255,13 +257,11 @@ static void product_int8(const Int8Product &p) {
     thread_local Scratch<float> row_scales;
     thread_local Scratch<int32_t> row_sums;
     int64_t groups = (p.inputs + GROUP - 1) / GROUP, num_panels = (p.outputs + INT8_PANEL - 1) / INT8_PANEL;
-    QuantizedRows x{p.rows, groups, values.take(p.rows * groups * GROUP), row_scales.take(p.rows * groups),
-                    row_sums.take(p.rows * groups)};
+    QuantizedRows x{p.rows, groups, values.take(p.rows * groups * 2 * GROUP), row_scales.take(p.rows * groups),
+                    row_sums.take(p.rows * groups * 2)};
     bool is_parallel = p.rows * p.inputs * p.outputs > MIN_PARALLEL;
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (is_parallel && p.rows > 1)
-    for (int64_t r = 0; r < p.rows; r++)
-        quantize_row(p.x + r * p.inputs, p.inputs, x.values + r * groups * GROUP, x.scales + r * groups,
-                     x.sums + r * groups);
+    for (int64_t r = 0; r < p.rows; r++) quantize_row(p.x + r * p.inputs, p.inputs, x, r);
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (is_parallel)
     for (int64_t n = 0; n < num_panels; n++) {
         float out[INT8_ROWS * INT8_PANEL];

@@ -9,7 +9,8 @@ extern int num_threads;  // of every parallel operation
 
 constexpr int64_t PANEL = 32;       // columns of a packed float matrix that lie together
 constexpr int64_t INT8_PANEL = 16;  // the same of an int8 matrix
-constexpr int64_t GROUP = 64;       // inputs that share one scale in an int8 matrix, and in the rows it is multiplied by
+constexpr int64_t GROUP = 32;       // inputs that share one scale in an int8 matrix, and in the rows it is multiplied by
+constexpr int32_t FINE = 254;       // fine steps in a coarse one, see QuantizedRows
 constexpr int64_t KEY_TILE = 64;    // keys that are scored together, at fixed positions of a sequence
 constexpr int64_t SEGMENT = 512;    // keys whose sums are formed apart and then merged
 static_assert(SEGMENT % KEY_TILE == 0);
@@ -83,12 +84,15 @@ void product_int8(const Int8Product &);  // for many rows; the same bits as the 
 bool try_enable();                       // asks the kernel; once per process
 }
 
-// Rows as int8 with one scale per group: q [rows][groups * GROUP], scales and sums of q [rows][groups].
+// Rows as whole numbers of 16 bits in two bytes: x = scale * (FINE * coarse + fine), one scale per group.
 struct QuantizedRows {
     int64_t rows, groups;
-    int8_t *values;
-    float *scales;
-    int32_t *sums;
+    int8_t *values;  // [row][group][coarse, fine][GROUP]
+    float *scales;   // [row][group]
+    int32_t *sums;   // [row][group][coarse, fine]
+
+    int8_t *at(int64_t row, int64_t group) const { return values + (row * groups + group) * 2 * GROUP; }
+    int64_t row_bytes() const { return groups * 2 * GROUP; }
 };
 
 }  // namespace disagg

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 PANEL = 32  # as in kernels.h
 INT8_PANEL = 16
-GROUP = 64
+GROUP = 32
 
 _POINTER, _COUNT = c_void_p, c_int64
 _SIGNATURES = {
@@ -204,7 +204,7 @@ def pack_bias(bias: Tensor | None, panel: int) -> Tensor | None:
 def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """[num_outputs, num_inputs] -> int8 [panel, group, GROUP / 4, INT8_PANEL, 4] and scales [panel, group, INT8_PANEL].
 
-    One scale per output and GROUP inputs, round to nearest: what Q8_0 files do, with groups twice as long.
+    One scale per output and GROUP inputs, round to nearest: as Q8_0 files do.
     """
     num_outputs, num_inputs = weight.shape
     num_panels, num_groups = -(-num_outputs // INT8_PANEL), -(-num_inputs // GROUP)
