@@ -18,6 +18,22 @@ namespace DISAGG_ISA {
 
 using namespace ::DISAGG_ISA;
 
+// x in whole vectors; the last one padded with zeros
+static inline Vec load_part(const float *x, int64_t present) {
+    if (present >= LANES) return load(x);
+    float part[LANES] = {};
+    std::memcpy(part, x, present * sizeof(float));
+    return load(part);
+}
+
+template <class Cell>
+static inline void store_part(Cell *x, Vec a, int64_t present) {
+    if (present >= LANES) return store(x, a);
+    Cell part[LANES];
+    store(part, a);
+    std::memcpy(x, part, present * sizeof(Cell));
+}
+
 // --- products ----------------------------------------------------------------------------------------------------
 
 constexpr int64_t PREFETCH_BYTES = 2048;  // how far ahead weights are asked for; past their end it does no harm
@@ -96,10 +112,18 @@ static void pack_rows(const Product &p, float *packed) {
     int64_t num_tiles = (p.rows + TILE_ROWS - 1) / TILE_ROWS;
 #pragma omp parallel for num_threads(num_threads) schedule(static)
     for (int64_t tile = 0; tile < num_tiles; tile++) {
-        float *out = packed + tile * TILE_ROWS * p.inputs;
-        for (int r = 0; r < TILE_ROWS; r++) {
-            int64_t row = tile * TILE_ROWS + r;
-            for (int64_t k = 0; k < p.inputs; k++) out[k * TILE_ROWS + r] = row < p.rows ? p.x[row * p.inputs + k] : 0.0f;
+        const float *rows[TILE_ROWS];
+        for (int64_t r = 0; r < TILE_ROWS; r++)
+            rows[r] = tile * TILE_ROWS + r < p.rows ? p.x + (tile * TILE_ROWS + r) * p.inputs : nullptr;
+        for (int64_t k = 0; k < p.inputs; k += LANES) {
+            Vec square[LANES];
+            for (int r = 0; r < LANES; r++)
+                square[r] = r < TILE_ROWS && rows[r] ? load_part(rows[r] + k, p.inputs - k) : zero();
+            float turned[LANES * LANES];
+            transpose(square, turned, LANES);
+            float *out = packed + (tile * p.inputs + k) * TILE_ROWS;
+            for (int64_t i = 0; i < std::min<int64_t>(LANES, p.inputs - k); i++)
+                std::memcpy(out + i * TILE_ROWS, turned + i * LANES, TILE_ROWS * sizeof(float));
         }
     }
 }
@@ -278,7 +302,7 @@ static void product_int8(const Int8Product &p) {
 
 // --- attention -------------------------------------------------------------------------------------------------------
 
-constexpr int64_t MAX_QUERY_ROWS = 48;  // (row, head) pairs that are done together
+constexpr int64_t MAX_QUERY_ROWS = 96;  // (row, head) pairs that are done together
 constexpr float NONE = -std::numeric_limits<float>::infinity();
 
 static inline float exponential_of(float x) {
@@ -299,9 +323,10 @@ class SegmentPass {
     SegmentPass(const Attention &a, int64_t sequence, int64_t kv_head, int64_t first, int64_t rows)
         : a_(a), kv_head_(kv_head), group_(a.num_heads / a.num_kv_heads), rows_(rows),
           position_(a.positions[sequence] + first), table_(a.tables + a.offsets[sequence]) {
-        thread_local Scratch<float> queries, keys, scores;
+        thread_local Scratch<float> queries, keys, values, scores;
         queries_ = queries.take(rows * group_ * a.head_dim);
         keys_ = keys.take(a.head_dim * KEY_TILE);
+        values_ = values.take(a.head_dim * KEY_TILE);
         scores_ = scores.take(rows * group_ * KEY_TILE);
         Vec scale = splat(1.0f / std::sqrt(float(a.head_dim)));
         for (int64_t r = 0; r < rows; r++) {
@@ -385,6 +410,7 @@ class SegmentPass {
     }
 
     void add_values(int64_t key, int64_t present, const Sums &sums) {
+        if (num_pairs() > TILE_ROWS) return add_copied_values(key, present, sums);
         int64_t width = a_.num_kv_heads * a_.head_dim;
         for (int64_t t = 0; t < present;) {
             int64_t run = std::min(a_.block_size - (key + t) % a_.block_size, present - t);
@@ -396,7 +422,19 @@ class SegmentPass {
         }
     }
 
-    void add_run(int pairs, int64_t run, const float *weights, const Cache *values, int64_t width, float *to) {
+    // Many pairs use each value: worth its own place, as floats side by side.
+    void add_copied_values(int64_t key, int64_t present, const Sums &sums) {
+        for (int64_t t = 0; t < present; t++) {
+            const Cache *from = slot(a_.values, key + t);
+            for (int64_t d = 0; d < a_.head_dim; d += LANES) store(values_ + t * a_.head_dim + d, load(from + d));
+        }
+        for (int64_t i = 0; i < num_pairs(); i += TILE_ROWS)
+            add_run(int(std::min<int64_t>(TILE_ROWS, num_pairs() - i)), present, scores_ + i * KEY_TILE, values_, a_.head_dim,
+                    sums.values + i * a_.head_dim);
+    }
+
+    template <class Value>
+    void add_run(int pairs, int64_t run, const float *weights, const Value *values, int64_t width, float *to) {
         int64_t d = 0;
         for (; d + TILE_VECS * LANES <= a_.head_dim; d += TILE_VECS * LANES)
             tile_of<TILE_ROWS, TILE_VECS>(pairs, run, weights, KEY_TILE, 1, values + d, width, to + d, a_.head_dim, to + d,
@@ -409,7 +447,7 @@ class SegmentPass {
     const Attention &a_;
     int64_t kv_head_, group_, rows_, position_;
     const int32_t *table_;
-    float *queries_, *keys_, *scores_;
+    float *queries_, *keys_, *values_, *scores_;
 };
 
 static void merge(int64_t num_pairs, int64_t head_dim, const Sums &part, const Sums &total) {
@@ -479,22 +517,6 @@ static void attend(const Attention &a) {
 }
 
 // --- norm, rotation, gate ----------------------------------------------------------------------------------------------
-
-// x in whole vectors; the last one padded with zeros
-static inline Vec load_part(const float *x, int64_t present) {
-    if (present >= LANES) return load(x);
-    float part[LANES] = {};
-    std::memcpy(part, x, present * sizeof(float));
-    return load(part);
-}
-
-template <class Cell>
-static inline void store_part(Cell *x, Vec a, int64_t present) {
-    if (present >= LANES) return store(x, a);
-    Cell part[LANES];
-    store(part, a);
-    std::memcpy(x, part, present * sizeof(Cell));
-}
 
 static inline void norm_row(int64_t width, const float *x, const float *weight, float eps, float *y) {
     Vec squares = zero();

@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 PANEL = 32  # as in kernels.h
 INT8_PANEL = 16
 GROUP = 32
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
+LARGEST_KEPT, KEPT_BYTES = 32 << 20, 256 << 20  # of one buffer: no more is allowed; of all
 
 _POINTER, _COUNT = c_void_p, c_int64
 _SIGNATURES = {
@@ -161,6 +163,14 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def _keep_freed_memory() -> None:
+    """A step's buffers come back in the next layer: giving them to the kernel between costs a page fault per 4 KiB."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of the GNU C library
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
 @cache
 def load_library() -> NativeLibrary | None:
     """The kernels, compiled first if need be. None, with the reason in the log, where they cannot be had."""
@@ -172,6 +182,7 @@ def load_library() -> NativeLibrary | None:
     if library.isa is Isa.NONE:
         _log.warning("no native kernels, torch's own are used instead: this processor has no AVX2, FMA and F16C")
         return None
+    _keep_freed_memory()
     return library
 
 
