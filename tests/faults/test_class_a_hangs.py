@@ -56,9 +56,11 @@ from disagg.core.errors import FailureKind, InvalidRequest, Unavailable
 from disagg.core.ids import WorkerId
 from disagg.core.roles import HandoffMode, Role, Task
 from disagg.modelfiles.tokenizer import load_tokenizer
+from disagg.policy.recovery import RecoveryLimits
 from disagg.protocol.messages import RegisterWorker, ReportFailure, RouterToWorker, WorkerState
 from disagg.router.app import create_app
 from disagg.router.text import ModelText
+from disagg.scheduler.scheduler import Scheduler
 from disagg.telemetry import metrics as table
 from disagg.testing.processes import wait_until
 from disagg.testing.tokenizer_files import write_tiny_tokenizer
@@ -148,7 +150,9 @@ def test_a2_prefill_that_fails_early_frees_the_waiting_decode_side_at_once(
 
 def test_a3_what_prefill_refuses_for_good_is_told_to_the_client_at_once() -> None:
     cluster = WatchedCluster(0)
-    cluster.start_worker("p0", Role.PREFILL, max_context=32)
+    prefill = cluster.start_worker("p0", Role.PREFILL)
+    # Its card says 256: a router that knew would let the decode worker read the prompt.
+    prefill.scheduler = Scheduler(msgspec.structs.replace(prefill.scheduler.config, max_context=32))
     cluster.start(0, 1)
     cluster.time.run(until=lambda: cluster.is_ready)
     answer = cluster.answers[cluster.submit(ask(60))]
@@ -168,7 +172,8 @@ def test_a3_a_failure_that_no_move_cures_reaches_the_client_with_its_cause(seed:
     answer = cluster.answers[cluster.submit(ask(60))]
     cluster.time.run(until=lambda: answer.is_over)
     assert isinstance(answer.error, Unavailable)
-    assert "attempt 8 of 8 failed" in str(answer.error)
+    limit = RecoveryLimits().max_attempts
+    assert f"attempt {limit} of {limit} failed" in str(answer.error)
     assert "is broken" in str(answer.error)
     assert cluster.time.now_s < 5.0  # not by any timeout
     cluster.check_nothing_left()

@@ -52,7 +52,11 @@ def describe_model(path: Path) -> ModelConfig:
     try:
         return read_config(path)
     except NotNative as reason:
-        return _describe(path, _library(reason))
+        library = _library(reason)
+        try:
+            return _describe(path, library)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{reason}; {error}") from error
 
 
 def _library(reason: NotNative | None = None) -> Any:

@@ -38,6 +38,7 @@ class Recovery(msgspec.Struct, frozen=True):
 
 # A request that can be served nowhere is not moved; everything else may be one worker's or one link's fault.
 _FINAL = frozenset({FailureKind.INVALID_REQUEST})
+_HEALS = frozenset({FailureKind.WORKER_LOST, FailureKind.TRANSFER_FAILED})
 
 
 def after_failure(kind: FailureKind, message: str, attempt: int, limits: RecoveryLimits) -> Recovery:
@@ -46,9 +47,10 @@ def after_failure(kind: FailureKind, message: str, attempt: int, limits: Recover
         return Recovery(Verdict.GIVE_UP, message)
     if attempt >= limits.max_attempts:
         return Recovery(Verdict.GIVE_UP, f"attempt {attempt} of {limits.max_attempts} failed: {message}")
-    # Links that all fail at once would use up every attempt within a moment.
+    # Links that all fail at once would use up every attempt within a moment. Computing does not heal by waiting.
     doublings = min(attempt - limits.num_quick_attempts, 16)
-    delay_s = min(0.1 * 2.0**doublings, limits.max_retry_delay_s) if doublings >= 0 else 0.0
+    is_late = kind in _HEALS and doublings >= 0
+    delay_s = min(0.1 * 2.0**doublings, limits.max_retry_delay_s) if is_late else 0.0
     return Recovery(Verdict.MOVE, f"attempt {attempt} failed ({kind.value}): {message}", delay_s)
 
 
