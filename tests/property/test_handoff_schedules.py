@@ -19,3 +19,8 @@ def test_no_schedule_breaks_a_rule() -> None:
             raise
         handed_over += world.num_handed_over
     assert handed_over > NUM_WORLDS / 3  # they do not all fail
+
+
+def test_equal_prompts_share_the_blocks_of_their_answers() -> None:
+    """Seed 59384: two prompts of one equal token; the second goes on in the first one's block."""
+    HandoffWorld(59384).run()

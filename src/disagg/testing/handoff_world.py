@@ -26,8 +26,9 @@ from disagg.scheduler.scheduler import Scheduler
 NUM_LAYERS = 2
 LEASE_S = 3.0
 MAX_TURNS = 4000
+ANSWER_TOKEN = 7  # what the model always says
 
-Label = tuple[SequenceId, int]  # whose token, and which; the answer's tokens go on after the prompt's
+Label = tuple[SequenceId, int]  # the prefix a token ends, and its place
 
 
 class Side:
@@ -267,16 +268,15 @@ class HandoffWorld:
         side.running = None
         self._check_contents(side, plan)
         tokens = tuple(
-            EmittedToken(row.sequence_id, row.output_position, 7) for row in plan.rows if row.sampling is not None
+            EmittedToken(row.sequence_id, row.output_position, ANSWER_TOKEN) for row in plan.rows if row.sampling is not None
         )
         self._handle(side, events.StepFinished(StepResult(plan.step_id, tokens), 0.0))
 
     def _label(self, sequence_id: SequenceId, token: int) -> Label:
-        """Equal prompts share blocks, so a prompt's token is labelled by the prefix it ends."""
+        """Equal beginnings share blocks, the answer's tokens too, so a token is labelled by the prefix it ends."""
         prompt = self._prompts[sequence_id]
-        if token < len(prompt):
-            return SequenceId(RequestId(Incarnation(hash(prompt[: token + 1]) & (2**62 - 1)), 0), 0), token
-        return sequence_id, token
+        prefix = (*prompt, *[ANSWER_TOKEN] * (token + 1 - len(prompt)))[: token + 1]
+        return SequenceId(RequestId(Incarnation(hash(prefix) & (2**62 - 1)), 0), 0), token
 
     def _check_contents(self, side: Side, plan: StepPlan) -> None:
         """Attention reads every earlier token: each must be where the block table says."""
