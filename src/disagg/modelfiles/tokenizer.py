@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from disagg.core.errors import ModelLoadError
+from disagg.modelfiles.sentencepiece import WORD_START
 from disagg.modelfiles.vocabulary import Vocabulary, read_vocabulary
 
 # Splitting rules of the models themselves, as published with them.
@@ -28,7 +29,6 @@ _SPLITS: Final[Mapping[str, str]] = {
 }
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_WORD_START: Final = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece spells a space so
 
 
 class ModelTokenizer:
@@ -102,7 +102,7 @@ class ModelTokenizer:
 def load_tokenizer(path: Path) -> ModelTokenizer:
     """Tokenizer of a Hugging Face folder or GGUF file. Raises ModelLoadError with one plain line."""
     vocabulary = read_vocabulary(path)
-    backend = _from_folder(path) if path.is_dir() else _from_merges(path, vocabulary)
+    backend = _from_folder(path) if path.is_dir() else _from_tables(path, vocabulary)
     beyond = [id_ for id_ in vocabulary.eos_ids if id_ >= len(vocabulary.tokens)]
     if beyond:
         raise ModelLoadError(
@@ -131,28 +131,10 @@ def _from_folder(folder: Path) -> Tokenizer:
     return backend
 
 
-def _from_merges(path: Path, vocabulary: Vocabulary) -> Tokenizer:
-    """Rebuild a byte-level BPE tokenizer from the tables in a GGUF file."""
-    pre = vocabulary.pre_tokenizer
-    if pre not in _SPLITS:
-        raise ModelLoadError(
-            f"{path} splits text by the rule {pre!r}; supported are {', '.join(sorted(_SPLITS))}: "
-            "use the model's Hugging Face folder instead"
-        )
-    ids = {token: id_ for id_, token in enumerate(vocabulary.tokens)}
-    try:
-        model = models.BPE(vocab=ids, merges=list(vocabulary.merges), ignore_merges=pre == "llama-bpe")
-    except Exception as error:  # the library raises bare Exception
-        raise ModelLoadError(f"{path} has merges that do not fit its tokens: {error}") from error
-    backend = Tokenizer(model)
-    splits: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated")]
-    if pre == "smollm":
-        splits.insert(0, pre_tokenizers.Digits(individual_digits=True))
-    if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    backend.decoder = decoders.ByteLevel()
+def _from_tables(path: Path, vocabulary: Vocabulary) -> Tokenizer:
+    """Rebuild a BPE tokenizer from the tables in a GGUF file."""
+    build = _sentencepiece if vocabulary.is_sentencepiece else _byte_level
+    backend = build(path, vocabulary)
     for token in vocabulary.added:
         added = tokenizers.AddedToken(token.content, special=token.special, normalized=False)
         (backend.add_special_tokens if token.special else backend.add_tokens)([added])
@@ -162,6 +144,45 @@ def _from_merges(path: Path, vocabulary: Vocabulary) -> Tokenizer:
             single=[bos, "$A"], pair=None, special_tokens=[(bos, vocabulary.bos_id)]
         )
     return backend
+
+
+def _byte_level(path: Path, vocabulary: Vocabulary) -> Tokenizer:
+    pre = vocabulary.pre_tokenizer
+    if pre not in _SPLITS:
+        raise ModelLoadError(
+            f"{path} splits text by the rule {pre!r}; supported are {', '.join(sorted(_SPLITS))}: "
+            "use the model's Hugging Face folder instead"
+        )
+    backend = Tokenizer(_bpe(path, vocabulary, ignore_merges=pre == "llama-bpe"))
+    splits: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated")]
+    if pre == "smollm":
+        splits.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(path: Path, vocabulary: Vocabulary) -> Tokenizer:
+    unknown = vocabulary.named_tokens.get("unk_token")
+    backend = Tokenizer(_bpe(path, vocabulary, byte_fallback=True, fuse_unk=True, unk_token=unknown))
+    spell_space = normalizers.Replace(" ", WORD_START)
+    if vocabulary.adds_space:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(WORD_START), spell_space])
+    else:
+        backend.normalizer = spell_space
+    backend.decoder = decoders.Sequence([decoders.Replace(WORD_START, " "), decoders.ByteFallback(), decoders.Fuse()])
+    return backend
+
+
+def _bpe(path: Path, vocabulary: Vocabulary, **options: bool | str | None) -> models.BPE:
+    ids = {token: id_ for id_, token in enumerate(vocabulary.tokens)}
+    try:
+        return models.BPE(vocab=ids, merges=list(vocabulary.merges), **options)
+    except Exception as error:  # the library raises bare Exception
+        raise ModelLoadError(f"{path} has merges that do not fit its tokens: {error}") from error
 
 
 # Bytes of tokens
@@ -205,7 +226,7 @@ def _decoder_steps(backend: Tokenizer) -> list[_Decoder]:
 def _replaces_spaces(steps: Sequence[_Decoder]) -> bool:
     replaced = [(step.pattern.String if step.pattern else "", step.content) for step in steps if step.type == "Replace"]
     has_metaspace = any(step.type == "Metaspace" for step in steps)
-    return all(pair == (_WORD_START, " ") for pair in replaced) and (bool(replaced) or has_metaspace)
+    return all(pair == (WORD_START, " ") for pair in replaced) and (bool(replaced) or has_metaspace)
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -227,4 +248,4 @@ def _byte_level_bytes(token: str) -> bytes:
 
 def _sentencepiece_bytes(token: str) -> bytes:
     byte = _BYTE_TOKEN.fullmatch(token)
-    return bytes([int(byte[1], 16)]) if byte else token.replace(_WORD_START, " ").encode()
+    return bytes([int(byte[1], 16)]) if byte else token.replace(WORD_START, " ").encode()

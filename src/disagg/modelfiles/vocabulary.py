@@ -12,6 +12,7 @@ import msgspec
 
 from disagg.core.errors import ModelLoadError
 from disagg.modelfiles.gguf_file import GgufFile, Value, is_gguf
+from disagg.modelfiles.sentencepiece import merges_of_scores
 
 # Special tokens that end a turn or a text in the published chat formats. Where a vocabulary marks one of them as
 # special, the model was trained to stop there, whatever its configuration file forgot.
@@ -27,6 +28,8 @@ END_TOKENS = (
 
 _T = TypeVar("_T")
 
+_GGUF_NORMAL = 1
+_GGUF_UNKNOWN = 2
 _GGUF_CONTROL = 3
 _GGUF_USER_DEFINED = 4
 
@@ -51,6 +54,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
     chat_templates: Mapping[str, str]  # "default" and others by name
     pre_tokenizer: str = ""  # GGUF only: name of the splitting rule
     adds_bos: bool = False  # GGUF only: encode() puts bos first
+    is_sentencepiece: bool = False  # GGUF only: a space is U+2581, a byte without a token is <0x..>
+    adds_space: bool = False  # GGUF only: a text is read as if a space stood before it
 
     @property
     def digest(self) -> str:
@@ -195,18 +200,20 @@ def _all_eos(declared: set[int], added: Sequence[AddedToken]) -> tuple[int, ...]
 
 def _read_gguf(path: Path, metadata: Mapping[str, Value]) -> Vocabulary:
     model = metadata.get("tokenizer.ggml.model")
-    if model != "gpt2":
+    if model not in ("gpt2", "llama"):
         raise ModelLoadError(
-            f"{path} has a tokenizer of kind {model!r}; supported in GGUF is 'gpt2' (byte-level BPE): "
-            "use the model's Hugging Face folder instead"
+            f"{path} has a tokenizer of kind {model!r}; supported in GGUF are 'gpt2' (byte-level BPE) and 'llama' "
+            "(SentencePiece BPE): use the model's Hugging Face folder instead"
         )
+    is_sentencepiece = model == "llama"
     tokens = _strings(path, metadata, "tokenizer.ggml.tokens")
     types = metadata.get("tokenizer.ggml.token_type", [])
     kinds = types if isinstance(types, list) else []
+    special = (_GGUF_CONTROL, _GGUF_UNKNOWN) if is_sentencepiece else (_GGUF_CONTROL,)
     added = tuple(
-        AddedToken(id=id_, content=token, special=kind == _GGUF_CONTROL)
+        AddedToken(id=id_, content=token, special=kind in special)
         for id_, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if kind in (_GGUF_CONTROL, _GGUF_USER_DEFINED)
+        if kind in (*special, _GGUF_USER_DEFINED)
     )
     named = {
         f"{name}_token": tokens[id_]
@@ -223,16 +230,32 @@ def _read_gguf(path: Path, metadata: Mapping[str, Value]) -> Vocabulary:
     pre = str(metadata.get("tokenizer.ggml.pre", "default"))
     return Vocabulary(
         tokens=tuple(tokens),
-        merges=tuple(_merge(each) for each in _strings(path, metadata, "tokenizer.ggml.merges")),
+        merges=tuple(_gguf_merges(path, metadata, tokens, kinds, is_sentencepiece)),
         added=added,
         bos_id=_token_id(metadata, "bos", len(tokens)),
         eos_ids=_all_eos(eos, added),
         named_tokens=named,
         chat_templates=templates,
         pre_tokenizer=pre,
-        # Llama 3 files of early converters leave the flag out; the model expects the token.
-        adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
+        # Files of early converters leave the flags out; Llama models expect both.
+        adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", is_sentencepiece or pre == "llama-bpe")),
+        is_sentencepiece=is_sentencepiece,
+        adds_space=bool(metadata.get("tokenizer.ggml.add_space_prefix", is_sentencepiece)),
     )
+
+
+def _gguf_merges(
+    path: Path, metadata: Mapping[str, Value], tokens: list[str], kinds: Sequence[object], is_sentencepiece: bool
+) -> list[tuple[str, str]]:
+    if not is_sentencepiece:
+        return [_merge(each) for each in _strings(path, metadata, "tokenizer.ggml.merges")]
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens) or len(kinds) != len(tokens):
+        raise ModelLoadError(
+            f"{path} has {len(tokens)} tokens, but not a score and a type for each; its tokenizer cannot be rebuilt"
+        )
+    mergeable = [token if kind == _GGUF_NORMAL else "" for token, kind in zip(tokens, kinds, strict=True)]
+    return merges_of_scores(mergeable, [float(str(score)) for score in scores])
 
 
 def _strings(path: Path, metadata: Mapping[str, Value], key: str) -> list[str]:

@@ -151,7 +151,8 @@ def test_what_cannot_be_read_is_said_plainly(folder: Path, tmp_path: Path) -> No
     vocabulary = read_vocabulary(folder)
     cases = {
         tmp_path / "none": "does not exist",
-        write_gguf(tmp_path / "spm.gguf", vocabulary, "default", kind="llama"): "kind 'llama'",
+        write_gguf(tmp_path / "spm.gguf", vocabulary, "default", kind="llama"): "a score and a type for each",
+        write_gguf(tmp_path / "wordpiece.gguf", vocabulary, "default", kind="bert"): "kind 'bert'",
         write_gguf(tmp_path / "pre.gguf", vocabulary, "tekken"): "rule 'tekken'",
     }
     empty = tmp_path / "empty"
