@@ -42,10 +42,10 @@ class Accelerator(msgspec.Struct, frozen=True):
 
     def flops_s(self, weights: Precision) -> float:
         """Peak for weights of this width; where the device has no such unit, weights are widened to 16 bits."""
-        halved = {Precision.FP16: Precision.BF16, Precision.INT4: Precision.BF16}.get(weights, weights)
-        if halved is Precision.FP32:
+        if weights is Precision.FP32:
             return self.tflops[Precision.BF16] * 1e12 / 2  # as TF32
-        return self.tflops.get(halved, self.tflops[Precision.BF16]) * 1e12
+        unit = Precision.FP8 if weights is Precision.FP8_BLOCK else weights
+        return self.tflops.get(unit, self.tflops[Precision.BF16]) * 1e12
 
 
 class Link(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ class Efficiency(msgspec.Struct, frozen=True):
     matmul: dict[Precision, float]  # share of the arithmetic that large multiplications reach
     matmul_rows: float  # rows that a multiplication pays beside its own: the last tile is never full
     stream: float  # share of the memory bandwidth at which weights are read
-    matmul_s: float  # of each multiplication
+    matmul_s: dict[Precision, float]  # of each multiplication
     elementwise: float  # share of the memory bandwidth of norms, activations, rotations, additions
     elementwise_s: float  # of each layer
     prefill_attention: float  # share of the arithmetic over long prompts
@@ -29,6 +29,9 @@ class Efficiency(msgspec.Struct, frozen=True):
 
     def matmul_share(self, precision: Precision) -> float:
         return self.matmul.get(precision, self.matmul[Precision.BF16])
+
+    def matmul_fixed_s(self, precision: Precision) -> float:
+        return self.matmul_s.get(precision, self.matmul_s[Precision.BF16])
 
 
 class EngineOverhead(msgspec.Struct, frozen=True):

@@ -100,8 +100,11 @@ class StepCoefficients(msgspec.Struct, frozen=True):
         base, per_token, per_square = self.prefill
         return base + per_token * total + per_square * total_squared
 
+    def decode_of(self, num_streams: float) -> tuple[float, float, float]:
+        return self.decode if num_streams < self.large_batch else self.decode_large
+
     def decode_ms(self, contexts: float, num_streams: float) -> float:
-        base, per_context, per_stream = self.decode if num_streams < self.large_batch else self.decode_large
+        base, per_context, per_stream = self.decode_of(num_streams)
         return base + per_context * contexts + per_stream * num_streams
 
 
@@ -135,7 +138,7 @@ class CoefficientModel:
         return self.kv_tokens // block_size * block_size
 
     def step_s(self, shape: StepShape) -> float:
-        """Both phases in one step pay the larger of their two constants once.
+        """Both phases in one step pay only the larger of their two constants.
 
         With stages, streams go round in pp batches; prompts pass the stages one after the other, undivided. Tokens
         that are cached count as if computed in the squares only.

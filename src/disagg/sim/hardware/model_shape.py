@@ -5,6 +5,7 @@ latent attention, sliding windows.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,7 +88,7 @@ class Experts(msgspec.Struct, frozen=True):
         """Experts that at least one of the tokens goes to, in expectation, if all are equally popular."""
         if num_tokens <= 0:
             return 0.0
-        return self.num_experts * (1.0 - (1.0 - self.num_per_token / self.num_experts) ** num_tokens)
+        return self.num_experts * (1.0 - math.pow(1.0 - self.num_per_token / self.num_experts, num_tokens))
 
 
 class ModelShape(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ class Precision(enum.StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP8 = "fp8"
+    FP8_BLOCK = "fp8_block"  # with a scale for every block of 128 x 128, as DeepSeek publishes
     INT8 = "int8"
     FP4 = "fp4"
     INT4 = "int4"
@@ -25,6 +26,7 @@ _BYTES = {
     Precision.BF16: 2.0,
     Precision.FP16: 2.0,
     Precision.FP8: 1.0,
+    Precision.FP8_BLOCK: 1.0,
     Precision.INT8: 1.0,
     Precision.FP4: 0.5625,
     Precision.INT4: 0.5625,

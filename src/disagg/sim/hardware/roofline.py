@@ -14,7 +14,7 @@ from disagg.sim.hardware import catalogue
 from disagg.sim.hardware.catalogue import Accelerator, Link
 from disagg.sim.hardware.efficiency import NO_OVERHEAD, Efficiency, EngineOverhead, bent
 from disagg.sim.hardware.memory import MemoryBudget, max_kv_tokens
-from disagg.sim.hardware.model_shape import ACTIVATION_BYTES, Matrix, ModelShape
+from disagg.sim.hardware.model_shape import ACTIVATION_BYTES, Experts, Matrix, ModelShape
 from disagg.sim.hardware.precision import Precision
 from disagg.sim.hardware.step_model import StepShape
 
@@ -23,6 +23,8 @@ HIDDEN_PASSES = 10
 # Of queries and keys while they are rotated, and of the feed-forward part's activation.
 ROTATION_PASSES = 4
 ACTIVATION_PASSES = 3
+# Of latent queries and outputs: written by one multiplication, copied together, read by the next.
+WIDENED_PASSES = 4
 
 
 class ExpertParallel(msgspec.Struct, frozen=True):
@@ -31,13 +33,15 @@ class ExpertParallel(msgspec.Struct, frozen=True):
     num_ranks: int
     link: Link  # what one rank sends through
     num_redundant: int = 0  # copies of popular experts
-    is_overlapped: bool = True  # two halves of the batch: one computes while the other is on the wire
+    num_nodes: int = 0  # a token goes to each node once and is spread inside of it; 0: to each of its experts
+    is_overlapped: bool = True  # two halves of the batch may take turns: one computes, the other is on the wire
     dispatch: Precision = Precision.FP8  # of hidden states on the way to experts; back they are 16 bits wide
 
     def exchange_s(self, num_tokens: float, num_per_token: int, hidden_size: int) -> float:
         """To the experts and back, once, for one rank's tokens."""
-        away = num_per_token * hidden_size * (self.num_ranks - 1) / self.num_ranks * num_tokens
-        moved = away * (self.dispatch.bytes_each + ACTIVATION_BYTES)
+        places = self.num_nodes or self.num_ranks
+        copies = min(num_per_token, places) * (places - 1) / places
+        moved = num_tokens * copies * hidden_size * (self.dispatch.bytes_each + ACTIVATION_BYTES)
         return 2 * self.link.latency_s + moved / self.link.bytes_s
 
 
@@ -46,9 +50,10 @@ class _Product(NamedTuple):
 
     row_s: float
     stream_s: float
+    fixed_s: float
 
     def seconds(self, rows: float, eff: Efficiency) -> float:
-        return bent((rows + eff.matmul_rows) * self.row_s, self.stream_s) + eff.matmul_s
+        return bent((rows + eff.matmul_rows) * self.row_s, self.stream_s) + self.fixed_s
 
 
 class RooflineModel:
@@ -133,35 +138,50 @@ class RooflineModel:
     def _stage_s(self, part: "_Part") -> float:
         """Seconds of one stage for one micro-batch."""
         model = self.model
-        layers = model.num_layers * self._layer_s(part) - model.num_moe_layers * self._dense_s(part.rows)
-        layers += model.num_moe_layers * self._moe_s(part)
+        layers = (model.num_layers - model.num_moe_layers) * self._dense_layer_s(part)
+        layers += model.num_moe_layers * self._moe_layer_s(part)
         ends = self._vocabulary.seconds(part.sequences, self.efficiency)
         hops = (self.pp - 1) * self.link.transfer_s(part.rows * model.hidden_size * ACTIVATION_BYTES)
         over = self.overhead
         engine = over.step_s + over.row_s * part.sequences + over.prompt_token_s * part.prompt_tokens
         return (layers + ends + hops) / self.pp + engine
 
-    def _layer_s(self, part: "_Part") -> float:
-        """One dense layer."""
+    def _dense_layer_s(self, part: "_Part") -> float:
+        dense = sum(product.seconds(part.rows, self.efficiency) for product in self._dense_products)
+        return self._attention_s(part) + dense
+
+    def _moe_layer_s(self, part: "_Part") -> float:
+        """With the exchange of expert parallelism, after the computing or behind that of the batch's other half."""
+        experts, spread = self.model.experts, self.experts
+        if experts is None:
+            return 0.0
+        computing = self._attention_s(part) + self._experts_s(part, experts)
+        if spread is None:
+            return computing
+        hidden, per_token = self.model.hidden_size, experts.num_per_token
+        serial = computing + spread.exchange_s(part.rows, per_token, hidden)
+        if not spread.is_overlapped:
+            return serial
+        half = part.share(2)
+        computing = self._attention_s(half) + self._experts_s(half, experts)
+        return min(serial, 2 * max(computing, spread.exchange_s(half.rows, per_token, hidden)))
+
+    def _attention_s(self, part: "_Part") -> float:
+        """Everything of one layer but its feed-forward part."""
         eff = self.efficiency
         seconds = sum(product.seconds(part.rows, eff) for product in self._attention_products)
         seconds += self._prompt_pair_s * (part.prompt_pairs + eff.prefill_attention_tokens * part.prompt_tokens)
         if part.streams:
-            seconds += bent(self._stream_pair_s * part.stream_pairs, self._stream_flop_s * part.stream_pairs)
+            seconds += max(self._stream_pair_s, self._stream_flop_s) * part.stream_pairs
+            seconds += self._widened_row_s * part.streams
         if part.prompt_tokens:  # cached tokens are read once for all the tokens of a prompt
             seconds += self._stream_pair_s * part.cached_tokens
         seconds += eff.attention_s * ((part.streams > 0) + (part.prompt_tokens > 0))
         seconds += self._elementwise_row_s * part.rows + eff.elementwise_s
-        return seconds + self._dense_s(part.rows) + 2 * self._all_reduce_s(part.rows)
+        return seconds + 2 * self._all_reduce_s(part.rows)
 
-    def _dense_s(self, rows: float) -> float:
-        return sum(product.seconds(rows, self.efficiency) for product in self._dense_products)
-
-    def _moe_s(self, part: "_Part") -> float:
-        """The feed-forward part of a layer with experts, and its exchange where they lie on other ranks."""
-        experts = self.model.experts
-        if experts is None:
-            return 0.0
+    def _experts_s(self, part: "_Part", experts: Experts) -> float:
+        """The feed-forward part of a layer with experts, of one rank."""
         eff = self.efficiency
         spread = self.experts
         seconds = sum(product.seconds(part.rows, eff) for product in self._shared_products)
@@ -171,14 +191,8 @@ class RooflineModel:
             touched *= (1 + spread.num_redundant / experts.num_experts) / spread.num_ranks
         routed_rows = part.rows * experts.num_per_token + eff.matmul_rows * touched
         for product in self._expert_products:
-            seconds += bent(routed_rows * product.row_s / eff.expert, touched * product.stream_s) + eff.matmul_s
-        if spread is None:
-            return seconds
-        exchange = spread.exchange_s(part.rows, experts.num_per_token, self.model.hidden_size)
-        if not spread.is_overlapped:
-            return seconds + exchange
-        # The exchange hides behind the other half's whole layer.
-        return seconds + max(0.0, exchange - seconds - self._layer_s(part) + self._dense_s(part.rows))
+            seconds += bent(routed_rows * product.row_s / eff.expert, touched * product.stream_s) + product.fixed_s
+        return seconds
 
     def _all_reduce_s(self, rows: float) -> float:
         if self.tp == 1:
@@ -204,7 +218,11 @@ class RooflineModel:
         self._prompt_pair_s = attention.pair_flops / self.tp / (half * eff.prefill_attention)
         kept = attention.kv_elements * self.kv.bytes_each * self.kv_copies / self.tp
         self._stream_pair_s = kept / (memory * eff.decode_attention)
-        self._stream_flop_s = attention.cached_pair_flops / self.tp / (half * eff.prefill_attention)
+        self._stream_flop_s = attention.cached_pair_flops / self.tp / (half * eff.matmul_share(Precision.BF16))
+        # Latent attention turns queries and outputs into the compressed form and back.
+        widened = attention.num_heads * (2 * attention.kv_rank + attention.rotated_dim) if attention.is_latent else 0
+        row = WIDENED_PASSES * widened / self.tp * ACTIVATION_BYTES
+        self._widened_row_s = row / (memory * eff.elementwise)
         rotated = attention.num_heads * attention.head_dim + attention.kv_elements
         cut = ROTATION_PASSES * rotated + ACTIVATION_PASSES * self._activated
         per_row = HIDDEN_PASSES * model.hidden_size + cut / self.tp
@@ -222,7 +240,8 @@ class RooflineModel:
         rate = self.device.flops_s(weights) * self.efficiency.matmul_share(weights)
         stream = self.device.memory_bytes_s * self.efficiency.stream
         sizes = [matrix.size / self.tp for matrix in matrices]
-        return tuple(_Product(2 * size / rate, size * weights.bytes_each / stream) for size in sizes)
+        fixed = self.efficiency.matmul_fixed_s(weights)
+        return tuple(_Product(2 * size / rate, size * weights.bytes_each / stream, fixed) for size in sizes)
 
 
 class _Part(NamedTuple):

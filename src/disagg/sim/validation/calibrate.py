@@ -190,7 +190,8 @@ def main() -> int:
         _report(f"elementwise {name}", fit(elementwise_samples(name), (0.6, 1e-5), (0.99, 1e-3)))
     for system, dtype in (
         ("a100_sxm", Precision.BF16), ("h100_sxm", Precision.BF16), ("h100_sxm", Precision.FP8),
-        ("h200_sxm", Precision.BF16), ("h200_sxm", Precision.FP8), ("l40s", Precision.BF16),
+        ("h100_sxm", Precision.FP8_BLOCK), ("h200_sxm", Precision.BF16), ("h200_sxm", Precision.FP8),
+        ("h200_sxm", Precision.FP8_BLOCK), ("l40s", Precision.BF16),
         ("b200_sxm", Precision.BF16), ("b200_sxm", Precision.FP8),
     ):  # fmt: skip
         _report(f"matmul {system} {dtype} (single)", fit(gemm_samples(system, dtype), start, limits))
