@@ -1,4 +1,7 @@
-"""`python -m disagg.sim.validation [CASE ...]`: published, ours, error, tolerance; exit code 1 for an unexplained miss."""
+"""`python -m disagg.sim.validation [CASE ...]`: published, ours, error, tolerance.
+
+Exit code 1 if a check misses without a stated reason, 2 for an unknown case.
+"""
 
 import sys
 
@@ -10,7 +13,9 @@ from disagg.sim.validation.run import is_clean, validate
 def main(arguments: list[str]) -> int:
     unknown = set(arguments) - {case.id for case in cases()}
     if unknown:
-        print(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(case.id for case in cases())}", file=sys.stderr)
+        print(
+            f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(case.id for case in cases())}", file=sys.stderr
+        )
         return 2
     results = validate(arguments)
     print("\n".join(lines(results)))

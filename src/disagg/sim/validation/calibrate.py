@@ -1,13 +1,12 @@
 """Fits the shares of efficiency.toml to measured operator tables: `python -m disagg.sim.validation.calibrate`.
 
-Reads operator tables only (multiplications, attention, element-wise work, all-reduces), never an end-to-end case.
+Shares come from operator tables only (multiplications, attention, element-wise work, all-reduces); what engines add
+(engines.toml) from the calibrating half of whole steps and closed loops, never from the half that is judged.
 Prints each fitted value with the median and the 90th percentile of what it leaves unexplained.
 """
 
-import statistics
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from disagg.sim.hardware import catalogue
 from disagg.sim.hardware.catalogue import Accelerator
@@ -16,6 +15,9 @@ from disagg.sim.hardware.model_shape import ModelShape
 from disagg.sim.hardware.precision import Precision
 from disagg.sim.hardware.roofline import ACTIVATION_PASSES, HIDDEN_PASSES, ROTATION_PASSES
 from disagg.sim.validation.data_folder import absent_reason, read_rows
+from disagg.sim.validation.engine_fits import ENGINE_LIMITS, ENGINE_START, silicon_samples, splitwise_samples
+from disagg.sim.validation.fitting import Fit, Sample, fit
+from disagg.sim.validation.foreign_tables import SILICON, SPLITWISE
 
 LINEAR = "vidur/derived_linear_ops_summary.csv"
 GEMM = "aiconfigurator/derived_gemm_efficiency.csv"
@@ -23,44 +25,6 @@ PROMPTS = "aiconfigurator/derived_prefill_attention_mfu_32q.csv"
 STREAMS = "aiconfigurator/derived_decode_attention_mbu_8q1kv.csv"
 REDUCE = "vidur/data/profiling/network/{}_dgx/all_reduce.csv"
 DEVICES = {"a100": "a100", "a40": "a40", "h100": "h100"}  # what Vidur calls a device
-STEPS = (1.3, 1.1, 1.03, 1.01)  # factors by which a value is tried larger and smaller, coarse to fine
-
-
-class Sample(NamedTuple):
-    """Seconds that were measured and the function that should give them."""
-
-    measured_s: float
-    predict: Callable[[Sequence[float]], float]
-
-
-class Fit(NamedTuple):
-    """Values and what they leave: |predicted / measured - 1|."""
-
-    values: tuple[float, ...]
-    median: float
-    ninth_decile: float
-    num_samples: int
-
-
-def fit(samples: Sequence[Sample], start: Sequence[float], limits: Sequence[float]) -> Fit:
-    """Least mean relative error by coordinate descent; no value exceeds its limit."""
-
-    def error(values: Sequence[float]) -> float:
-        return statistics.fmean(abs(sample.predict(values) / sample.measured_s - 1) for sample in samples)
-
-    values, best = list(start), error(start)
-    for step in STEPS:
-        improved = True
-        while improved:
-            improved = False
-            for index in range(len(values)):
-                for factor in (step, 1 / step):
-                    tried = [*values]
-                    tried[index] = min(tried[index] * factor, limits[index])
-                    if (found := error(tried)) < best - 1e-6:
-                        values, best, improved = tried, found, True
-    left = sorted(abs(sample.predict(values) / sample.measured_s - 1) for sample in samples)
-    return Fit(tuple(values), statistics.median(left), left[int(0.9 * (len(left) - 1))], len(left))
 
 
 def layer_samples(vidur_name: str) -> list[Sample]:
@@ -180,7 +144,7 @@ def _report(what: str, found: Fit) -> None:
 
 def main() -> int:
     """Exit code 2 where the tables are absent."""
-    for file in (LINEAR, GEMM, PROMPTS, STREAMS, REDUCE.format("a100")):
+    for file in (LINEAR, GEMM, PROMPTS, STREAMS, REDUCE.format("a100"), SILICON, SPLITWISE):
         if (reason := absent_reason(file)) is not None:
             print(reason, file=sys.stderr)
             return 2
@@ -202,6 +166,9 @@ def main() -> int:
             _report(f"streams {system}", fit(stream_samples(system), (0.8, 1e-5), (0.99, 1e-3)))
     for name in ("a100", "h100"):
         _report(f"all-reduce {name}", fit(reduce_samples(name), (0.7, 1e-5), (0.99, 1e-3)))
+    _report("engine vllm-2023", fit(splitwise_samples(), ENGINE_START, ENGINE_LIMITS))
+    for backend in ("vllm", "trtllm"):
+        _report(f"engine {backend}", fit(silicon_samples(backend), ENGINE_START[:3], ENGINE_LIMITS[:3]))
     return 0
 
 

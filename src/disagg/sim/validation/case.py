@@ -34,6 +34,7 @@ class Check(msgspec.Struct, frozen=True):
     at: tuple[float, ...] = ()  # what varies: tokens, streams, rate
     scope: Scope = Scope.EACH
     known_miss: str = ""  # why it is missed; a miss without a reason fails the run
+    missed_by: float = 0.0  # the error that is known, rounded up; more fails the run
 
 
 class Case(msgspec.Struct, frozen=True):

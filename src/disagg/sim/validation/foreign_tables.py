@@ -8,10 +8,18 @@ from disagg.core.errors import ConfigurationError
 from disagg.sim.hardware import catalogue
 from disagg.sim.hardware.measured import MeasuredCard, MeasuredPoint, MeasuredTable
 from disagg.sim.hardware.precision import Precision
+from disagg.sim.hardware.roofline import RooflineModel
 from disagg.sim.validation.data_folder import read_rows
 
 SPLITWISE = "splitwise-sim/perf_model.csv"
 SILICON = "extracted/silicon_llama3.1-70b-fp8_h200_agg.csv"
+SILICON_DENSE = "extracted/silicon_dense_8b_32b_hopper_agg.csv"
+SILICON_MODELS = {
+    "meta-llama/Llama-3.1-70B": "Llama-3.1-70B",
+    "meta-llama/Llama-3.1-8B-Instruct": "Llama-3.1-8B",
+    "nvidia/Llama-3.1-8B-Instruct-FP8": "Llama-3.1-8B",
+    "Qwen/Qwen3-32B": "Qwen3-32B",
+}
 SPLITWISE_MODELS = {"llama2-70b": "Llama-2-70B", "bloom-176b": "BLOOM-176B"}
 QUEUEING_TTFT_S = 5.0  # beyond it, KV ran out and requests waited: nothing about steps
 
@@ -25,10 +33,10 @@ class SplitwiseGroup(NamedTuple):
 
 
 class SplitwisePoint(NamedTuple):
-    """Medians over repeats. index: n-th point of its group, in order of its key."""
+    """Medians over repeats. order: n-th point of its group, in order of its key."""
 
     group: SplitwiseGroup
-    index: int
+    order: int
     prompt: int
     batch: int
     answer: int
@@ -36,15 +44,37 @@ class SplitwisePoint(NamedTuple):
     token_s: float
 
 
-class SiliconPoint(NamedTuple):
-    """A closed-loop run of one mixed worker. index: n-th concurrency of its group."""
+class SiliconGroup(NamedTuple):
+    """One mixed worker under one kind of load."""
 
     backend: str
+    model: str
+    device: str
+    weights: Precision
     tp: int
     prompt: int
     answer: int
+
+    def worker(self) -> RooflineModel:
+        """TensorRT-LLM's FP8 checkpoints keep KV in FP8; the others keep it in 16 bits unless told."""
+        is_narrow = self.backend == "trtllm" and self.weights is not Precision.BF16
+        return RooflineModel(
+            catalogue.model_shape(self.model),
+            catalogue.accelerator(self.device),
+            tp=self.tp,
+            weights=self.weights,
+            kv=Precision.FP8 if is_narrow else Precision.BF16,
+            # SGLang's own cost is in no calibrating set.
+            overhead=catalogue.engine("trtllm" if self.backend == "trtllm" else "vllm"),
+        )
+
+
+class SiliconPoint(NamedTuple):
+    """A closed-loop run. order: n-th concurrency of its group."""
+
+    group: SiliconGroup
     concurrency: int
-    index: int
+    order: int
     ttft_s: float
     tpot_s: float
 
@@ -90,17 +120,25 @@ def table_of(group: SplitwiseGroup, points: list[SplitwisePoint]) -> MeasuredTab
     return MeasuredTable(_card(group), measured)
 
 
-def silicon_points() -> list[SiliconPoint]:
+def silicon_points(file: str = SILICON) -> list[SiliconPoint]:
     """Those whose requests did not wait for KV room."""
-    groups: dict[tuple[str, int, int, int], list[tuple[int, float, float]]] = defaultdict(list)
-    for row in read_rows(SILICON):
+    groups: dict[SiliconGroup, list[tuple[int, float, float]]] = defaultdict(list)
+    for row in read_rows(file):
         ttft_s, tpot_s = float(row["silicon_ttft_ms"]) / 1e3, float(row["silicon_tpot_ms"]) / 1e3
-        if ttft_s <= QUEUEING_TTFT_S:
-            key = (row["backend"], int(float(row["tp_size"])), int(row["isl"]), int(row["osl"]))
-            groups[key].append((int(float(row["silicon_concurrency"])), ttft_s, tpot_s))
+        if ttft_s <= QUEUEING_TTFT_S and float(row["pp_size"] or 1) == 1:
+            group = SiliconGroup(
+                row["backend"],
+                SILICON_MODELS[row["model_path"]],
+                row["system"],
+                Precision(row["gemm_quant_mode"] or Precision.BF16),
+                int(float(row["tp_size"])),
+                int(row["isl"]),
+                int(row["osl"]),
+            )
+            groups[group].append((int(float(row["batch_size"])), ttft_s, tpot_s))
     return [
-        SiliconPoint(*key, concurrency, index, ttft_s, tpot_s)
-        for key, runs in groups.items()
+        SiliconPoint(group, concurrency, index, ttft_s, tpot_s)
+        for group, runs in groups.items()
         for index, (concurrency, ttft_s, tpot_s) in enumerate(sorted(runs))
     ]
 

@@ -4,10 +4,7 @@ import statistics
 from collections.abc import Callable
 
 from disagg.core.roles import Role
-from disagg.sim.hardware import catalogue
-from disagg.sim.hardware.precision import Precision
 from disagg.sim.hardware.published import published_model
-from disagg.sim.hardware.roofline import RooflineModel
 from disagg.sim.validation.foreign_tables import SiliconPoint, silicon_points
 from disagg.sim.validation.scenario import Lengths, Load, RunScenario, Scenario, WorkerGroup, goodput_per_device
 from disagg.sim.validation.step_cases import MS, Values
@@ -84,7 +81,7 @@ def distserve_plan(run: RunScenario) -> Values:
 
 def llama_ttft(run: RunScenario) -> Values:
     """AIC-L70-TTFT: closed loops over the concurrencies that calibrated nothing."""
-    held = [point for point in silicon_points() if point.index % 2 == 1]
+    held = [point for point in silicon_points() if point.order % 2 == 1]
     errors = [abs(run(_closed_loop(point)).ttft_mean_s / point.ttft_s - 1) for point in held]
     return {"TTFT, held-back points": [100 * statistics.fmean(errors)]}
 
@@ -130,24 +127,16 @@ def _opt_group(
 
 
 def _closed_loop(point: SiliconPoint) -> Scenario:
-    kv = Precision.FP8 if point.backend == "trtllm" else Precision.BF16
-    model = RooflineModel(
-        catalogue.model_shape("Llama-3.1-70B"),
-        catalogue.accelerator("H200-SXM"),
-        tp=point.tp,
-        weights=Precision.FP8,
-        kv=kv,
-        overhead=catalogue.engine(point.backend),
-    )
-    group = WorkerGroup(Role.MIXED, 1, model, point.tp, max_requests=256, max_tokens=8192)
+    worker = point.group
+    group = WorkerGroup(Role.MIXED, 1, worker.worker(), worker.tp, max_requests=256, max_tokens=8192)
     load = Load(
         Lengths.FIXED,
-        point.prompt,
-        point.answer,
+        worker.prompt,
+        worker.answer,
         num_requests=CLOSED_LOOP_ROUNDS * point.concurrency,
         concurrency=point.concurrency,
     )
-    name = f"{point.backend} TP{point.tp} {point.prompt}/{point.answer} x {point.concurrency}"
+    name = f"{worker.backend} TP{worker.tp} {worker.prompt}/{worker.answer} x {point.concurrency}"
     return Scenario(name, (group,), "NVLink4", load, ttft_s=MS, tpot_s=MS)
 
 

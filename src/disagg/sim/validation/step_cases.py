@@ -1,6 +1,7 @@
 """Cases that step models and links answer alone. Every runner gives its metrics in the units of cases.toml."""
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from disagg.sim.hardware import catalogue
@@ -10,7 +11,9 @@ from disagg.sim.hardware.roofline import ExpertParallel, RooflineModel
 from disagg.sim.hardware.step_model import StepModel, StepShape
 from disagg.sim.validation.closed_form import closed_loop_tpot_s
 from disagg.sim.validation.foreign_tables import (
+    SILICON_DENSE,
     SPLITWISE_MODELS,
+    SiliconPoint,
     SplitwiseGroup,
     SplitwisePoint,
     silicon_points,
@@ -75,22 +78,30 @@ def splitwise_example() -> Values:
 
 
 def splitwise_phases() -> Values:
-    """SW-PERF: every other point predicts the ones between; mean absolute relative errors in percent."""
+    """SW-PERF: mean absolute relative errors in percent, of a table and a roofline that know every other point."""
     points = splitwise_points()
-    groups = sorted({point.group for point in points})
-    engine = catalogue.engine("vllm-2023")
-    errors: dict[str, list[float]] = {"table prompt": [], "table token": [], "roofline prompt": [], "roofline token": []}
-    for group in groups:
+    errors: dict[str, list[float]] = defaultdict(list)
+    for group in sorted({point.group for point in points}):
         ours = [point for point in points if point.group == group]
-        held = [point for point in ours if point.index % 2 == 0]
-        table = table_of(group, [point for point in ours if point.index % 2 == 1])
-        shape = catalogue.model_shape(SPLITWISE_MODELS[group.model])
-        roofline = RooflineModel(shape, catalogue.accelerator(group.hardware), tp=group.tp, overhead=engine)
-        for name, model in (("table", table), ("roofline", roofline)):
-            prompts, tokens = phase_errors(model, held)
-            errors[f"{name} prompt"] += prompts
-            errors[f"{name} token"] += tokens
-    return {f"{name}, held-back points": [100 * statistics.fmean(left)] for name, left in errors.items()}
+        held = [point for point in ours if point.order % 2 == 0]
+        for name, model, judged in (
+            ("table {}, all points", table_of(group, ours), ours),
+            ("table {}, held-back points", table_of(group, [p for p in ours if p.order % 2 == 1]), held),
+            ("roofline {}, held-back points", splitwise_roofline(group), held),
+        ):
+            prompts, tokens = phase_errors(model, judged)
+            errors[name.format("prompt")] += prompts
+            errors[name.format("token")] += tokens
+    return {name: [100 * statistics.fmean(left)] for name, left in errors.items()}
+
+
+def splitwise_roofline(group: SplitwiseGroup) -> RooflineModel:
+    return RooflineModel(
+        catalogue.model_shape(SPLITWISE_MODELS[group.model]),
+        catalogue.accelerator(group.hardware),
+        tp=group.tp,
+        overhead=catalogue.engine("vllm-2023"),
+    )
 
 
 def phase_errors(model: StepModel, points: Iterable[SplitwisePoint]) -> tuple[list[float], list[float]]:
@@ -106,19 +117,32 @@ def phase_errors(model: StepModel, points: Iterable[SplitwisePoint]) -> tuple[li
 
 def llama_on_h200() -> Values:
     """AIC-L70: mean |error| of TPOT in percent over the concurrencies that calibrated nothing."""
-    device, shape = catalogue.accelerator("H200-SXM"), catalogue.model_shape("Llama-3.1-70B")
-    # TensorRT-LLM's FP8 checkpoints keep KV in FP8; vLLM keeps it in 16 bits unless told.
-    widths = {"trtllm": Precision.FP8, "vllm": Precision.BF16}
-    errors: dict[str, list[float]] = {backend: [] for backend in widths}
-    for point in silicon_points():
-        if point.index % 2 == 1:
-            engine = catalogue.engine(point.backend)
-            model = RooflineModel(
-                shape, device, tp=point.tp, weights=Precision.FP8, kv=widths[point.backend], overhead=engine
-            )
-            ours = closed_loop_tpot_s(model, point.prompt, point.answer, point.concurrency)
-            errors[point.backend].append(abs(ours / point.tpot_s - 1))
-    return {f"TPOT {name}, held-back points": [100 * statistics.fmean(left)] for name, left in errors.items()}
+    held = [point for point in silicon_points() if point.order % 2 == 1]
+    return {
+        f"TPOT {backend}, held-back points": [
+            mean_tpot_error(point for point in held if point.group.backend == backend)
+        ]
+        for backend in ("trtllm", "vllm")
+    }
+
+
+def dense_on_hopper() -> Values:
+    """AIC-DENSE: the same for other models, devices and widths; nothing was fitted to any of them."""
+    points = silicon_points(SILICON_DENSE)
+    labels = {point: f"TPOT {g.backend} {g.model} {g.weights}" for point in points for g in (point.group,)}
+    return {
+        label: [mean_tpot_error(point for point in points if labels[point] == label)]
+        for label in sorted(set(labels.values()))
+    }
+
+
+def mean_tpot_error(points: Iterable[SiliconPoint]) -> float:
+    """Percent."""
+    errors = []
+    for group, concurrency, _, _, tpot_s in points:
+        ours = closed_loop_tpot_s(group.worker(), group.prompt, group.answer, concurrency)
+        errors.append(abs(ours / tpot_s - 1))
+    return 100 * statistics.fmean(errors)
 
 
 def yi_on_a100() -> Values:
@@ -203,6 +227,7 @@ RUNNERS: dict[str, Callable[[], Values]] = {
     "SW-GOLD": splitwise_example,
     "SW-PERF": splitwise_phases,
     "AIC-L70": llama_on_h200,
+    "AIC-DENSE": dense_on_hopper,
     "SA-YI34": yi_on_a100,
     "MC-235B": qwen_on_h20,
     "SG-96H100-D": deepseek_decode,
