@@ -1,5 +1,7 @@
 """What time and memory depend on in a Hugging Face config.json, under one name per thing."""
 
+from collections.abc import Mapping
+
 import msgspec
 
 from disagg.core.errors import ConfigurationError
@@ -114,7 +116,7 @@ class HfConfig(msgspec.Struct, frozen=True):
         return 0 if self.model_type.startswith("qwen") else self.num_hidden_layers
 
 
-def parse_config(content: dict[str, object], where: str) -> HfConfig:
+def parse_config(content: Mapping[str, object], where: str) -> HfConfig:
     """The entries of a config.json; `where` names it in errors. Raises ConfigurationError."""
     inner = content.get("text_config")
     if isinstance(inner, dict):  # a model that also sees or hears: its decoder

@@ -6,6 +6,7 @@ latent attention, sliding windows.
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,9 +113,9 @@ class ModelShape(msgspec.Struct, frozen=True):
     max_context: int = 0
 
     @classmethod
-    def from_config(cls, source: Path | dict[str, object], name: str = "") -> "ModelShape":
+    def from_config(cls, source: Path | Mapping[str, object], name: str = "") -> "ModelShape":
         """From a config.json, the directory it lies in, or its content. Raises ConfigurationError."""
-        if isinstance(source, dict):
+        if not isinstance(source, Path):
             return _shape(parse_config(source, name or "the model"), name or str(source.get("model_type", "model")))
         path = source / "config.json" if source.is_dir() else source
         try:
