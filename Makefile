@@ -59,6 +59,10 @@ schedules: $(STAMP) ## many seeded schedules in virtual time: 100,000 of the han
 	DISAGG_WORLDS=$${DISAGG_WORLDS:-100000} DISAGG_SCHEDULES=$${DISAGG_SCHEDULES:-1000} $(PYTEST) --timeout 3600 \
 		tests/property/test_handoff_schedules.py tests/property/test_virtual_cluster.py
 
+.PHONY: validate
+validate: $(STAMP) ## published experiments beside what the simulator says of them (ARGS=CASE for one)
+	$(PY) -m disagg.sim.validation $(ARGS)
+
 .PHONY: docs
 docs: $(STAMP) ## rewrite what is generated in docs/
 	$(PY) tools/write_docs.py

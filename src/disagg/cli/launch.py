@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+from disagg.cli.profile_options import ProfileOptions
 from disagg.cluster.plan import LocalPlan
 from disagg.core.errors import NotNative
 from disagg.router.config import RouterConfig
@@ -15,6 +16,13 @@ def run_worker(config: WorkerConfig) -> int:
     from disagg.worker.process import run_worker as run
 
     return run(config)
+
+
+def run_profile(config: WorkerConfig, asked: ProfileOptions) -> None:
+    """Blocking. Raises ConfigurationError."""
+    from disagg.cli.profile_run import run_profile as run
+
+    run(config, asked)
 
 
 def run_router(config: RouterConfig) -> int:

@@ -1,4 +1,4 @@
-"""`disagg`: serve, worker, router, version.
+"""`disagg`: serve, worker, router, drain, profile, version.
 
 Exit codes: 0 done, 1 failed, 2 cannot work as asked (one plain line says why), 130 cut short by a second Ctrl-C.
 """
@@ -15,6 +15,7 @@ from disagg import __version__
 from disagg.channel.lifeline import watch_parent
 from disagg.cli import launch
 from disagg.cli import options as opt
+from disagg.cli.profile import profile
 from disagg.cli.sizes import format_bytes, parse_address, parse_bytes, parse_cores, parse_models
 from disagg.cluster.plan import PoolSizes, check_pool_sizes, check_ports, plan_local
 from disagg.core.errors import ConfigurationError, DisaggError
@@ -279,6 +280,9 @@ def drain(
     """Let one worker finish or give away its work, and end. Returns at once; nothing is lost."""
     launch.drain(worker_id, parse_address(router_address))
     _say(f"{worker_id} drains and then ends")
+
+
+app.command()(profile)
 
 
 @app.command()

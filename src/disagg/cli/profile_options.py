@@ -1,0 +1,19 @@
+"""What `disagg profile` was asked, between its command line and its work."""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+
+class ProfileOptions(NamedTuple):
+    """hardware: empty for the processor's name or the device's."""
+
+    out: Path
+    hardware: str
+    repeats: int
+    max_prompt: int  # tokens of one step
+    max_streams: int
+
+
+def say(line: str) -> None:
+    print(f"disagg: {line}", file=sys.stderr, flush=True)
