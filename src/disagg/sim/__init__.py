@@ -1,0 +1,1 @@
+"""Virtual time: the serving code on hardware that is only described."""
