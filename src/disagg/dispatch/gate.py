@@ -30,7 +30,9 @@ class Gate:
     def note_ready(self, model: str) -> None:
         """Called whenever a worker of the model has come or paired."""
         limits = self._registry.limits(model)
-        if limits is not None and not what_is_missing(self._registry.views(model)):
+        if limits is None or self._once_ready.get(model) == limits:
+            return
+        if not what_is_missing(self._registry.views(model)):
             self._once_ready[model] = limits
 
     def limits(self, model: str) -> Limits | None:

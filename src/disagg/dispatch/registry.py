@@ -18,6 +18,9 @@ class Registry:
     def __init__(self, tokenizer_digests: dict[str, str]) -> None:
         self._tokenizer_digests = tokenizer_digests
         self._records: dict[WorkerId, WorkerRecord] = {}
+        # Until a worker comes or goes: every request asks.
+        self._of_model: dict[str, list[WorkerRecord]] = {}
+        self._limits: dict[str, Limits | None] = {}
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -34,7 +37,11 @@ class Registry:
         return record
 
     def records(self, model: str | None = None) -> list[WorkerRecord]:
-        return [record for record in self._records.values() if model in (None, record.card.pool.model)]
+        if model is None:
+            return list(self._records.values())
+        if model not in self._of_model:
+            self._of_model[model] = [each for each in self._records.values() if each.card.pool.model == model]
+        return self._of_model[model]
 
     def refusal(self, card: WorkerCard) -> Failure | None:
         """Why this worker may not serve behind this router."""
@@ -82,10 +89,12 @@ class Registry:
 
     def views(self, model: str, revision: tuple[str, str] | None = None) -> list[WorkerView]:
         """Workers that take new work; with a revision, of that one only."""
-        records = [record for record in self.records(model) if not record.is_draining]
-        if revision is not None:
-            records = [record for record in records if record.card.pool.revision == revision]
-        return [record.view(self._records) for record in records]
+        known = self._records
+        return [
+            record.view(known)
+            for record in self.records(model)
+            if not record.is_draining and (revision is None or record.card.pool.revision == revision)
+        ]
 
     def missing(self, model: str) -> str:
         """A plain sentence; "" when requests can be served. Names what workers that are here do not agree on."""
@@ -95,14 +104,10 @@ class Registry:
 
     def limits(self, model: str) -> Limits | None:
         """Of the largest workers that can write an answer; None while there are none."""
-        cards = [record.card for record in self.records(model) if record.card.role is not Role.PREFILL]
-        if not cards:
-            return None
-        return Limits(
-            max_context=max(card.pool.max_context for card in cards),
-            max_pool_tokens=max(card.num_blocks * card.layout.block_size for card in cards),
-            vocab_size=min(card.pool.vocab_size for card in cards),
-        )
+        if model not in self._limits:
+            cards = [record.card for record in self.records(model) if record.card.role is not Role.PREFILL]
+            self._limits[model] = _limits_of(cards) if cards else None
+        return self._limits[model]
 
     def is_first_to_read(self, sequence_id: SequenceId, worker_id: WorkerId) -> bool:
         """Whether that worker was sent nothing older that it has not read yet: its prompt may be under way."""
@@ -126,6 +131,8 @@ class Registry:
                 raise InternalFault(f"worker {worker_id}: partners that have come or gone are not noted")
 
     def _note_changed(self) -> None:
+        self._of_model.clear()
+        self._limits.clear()
         for record in self._records.values():
             record.forget_partners()
 
@@ -135,3 +142,11 @@ class Registry:
             for peer, incarnation in record.partners.items()
             if peer in self._records and self._records[peer].card.incarnation == incarnation
         )
+
+
+def _limits_of(cards: list[WorkerCard]) -> Limits:
+    return Limits(
+        max_context=max(card.pool.max_context for card in cards),
+        max_pool_tokens=max(card.num_blocks * card.layout.block_size for card in cards),
+        vocab_size=min(card.pool.vocab_size for card in cards),
+    )

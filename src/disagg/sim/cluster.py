@@ -71,7 +71,9 @@ class SimCluster:
         self._holding: dict[WorkerId, dict[SequenceId, OpenRecord]] = {}
         self._specs = {spec.name: spec for spec in scenario.workers}
         self._incarnations = count(1)
+        self._reporting: set[tuple[WorkerId, WorkerId]] = set()  # pairings that the router is being told of
         self._cut: set[tuple[WorkerId, WorkerId]] = set()  # links that are down
+        self._num_checks = 0
         self._num_due = 0  # requests that will come whatever happens
         self._lines = {(line.source, line.target): line.link for line in scenario.lines}
         for spec in scenario.workers:
@@ -92,7 +94,7 @@ class SimCluster:
             if not heap.step():
                 raise InternalFault(f"nothing is left to happen and {len(self._open)} requests are open")
             if heap.num_events % check_every == 0:
-                self.check_invariants()
+                self._check_some()
         self.records.count_gaps()
         self.check_invariants()
 
@@ -127,6 +129,14 @@ class SimCluster:
     def _tick(self) -> None:
         self._tell(TimePassed())
         self.heap.after(TICK_S, self._tick)
+
+    def _check_some(self) -> None:
+        """The router and one worker, each in its turn: a check looks at every block."""
+        self.dispatcher.check_invariants()
+        self.links.check_invariants()
+        workers = list(self.workers.values())
+        self._num_checks += 1
+        workers[self._num_checks % len(workers)].scheduler.check_invariants()
 
     def check_invariants(self) -> None:
         self.dispatcher.check_invariants()
@@ -226,18 +236,25 @@ class SimCluster:
 
     def _pair(self, source: SimWorker, target: SimWorker) -> None:
         """Connect if they are not, and report how it stands if the router does not know it so."""
-        failure = pairing_failure(source.card, target.card)
-        if failure is None and source.peers.get(target.worker_id) is not target:
+        is_met = source.peers.get(target.worker_id) is target
+        failure = None if is_met else pairing_failure(source.card, target.card)
+        if failure is None and not is_met:
             if (source.worker_id, target.worker_id) in self._cut:
                 return
             source.peers[target.worker_id], target.peers[source.worker_id] = target, source
             source.handle(events.PeerPaired(target.card))
             target.handle(events.PeerPaired(source.card))
+        pair = (source.worker_id, target.worker_id)
         record = self.dispatcher.registry.get(source.worker_id)
-        if record is not None and record.partners.get(target.worker_id) == target.card.incarnation:
-            return
-        report = ReportPairing(target.worker_id, target.card.incarnation, failure)
-        self.heap.after(self.scenario.message_s, self._hear, source, report)
+        is_known = record is not None and record.partners.get(target.worker_id) == target.card.incarnation
+        if not is_known and pair not in self._reporting:
+            self._reporting.add(pair)
+            report = ReportPairing(target.worker_id, target.card.incarnation, failure)
+            self.heap.after(self.scenario.message_s, self._hear_pairing, source, report)
+
+    def _hear_pairing(self, source: SimWorker, report: ReportPairing) -> None:
+        self._reporting.discard((source.worker_id, report.peer))
+        self._hear(source, report)
 
     # --- what workers do ---------------------------------------------------------------------------------------
 
