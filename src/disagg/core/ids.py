@@ -14,7 +14,7 @@ Incarnation = NewType("Incarnation", int)
 MAX_INCARNATION = 2**62
 
 
-class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True):
+class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True):
     """One client request: the n-th one of one router incarnation."""
 
     router: Incarnation
@@ -24,7 +24,7 @@ class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True):
         return f"{self.router:x}-{self.number}"
 
 
-class SequenceId(msgspec.Struct, frozen=True, array_like=True, order=True):
+class SequenceId(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True):
     """One choice of a request. A sequence is token ids + sampling parameters + KV."""
 
     request_id: RequestId
@@ -34,7 +34,7 @@ class SequenceId(msgspec.Struct, frozen=True, array_like=True, order=True):
         return f"{self.request_id}.{self.choice}"
 
 
-class HandoffId(msgspec.Struct, frozen=True, array_like=True, order=True):
+class HandoffId(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True):
     """The n-th attempt to move one sequence's KV."""
 
     sequence_id: SequenceId

@@ -17,6 +17,7 @@ from disagg.core.request import EmittedToken, FinishReason
 from disagg.core.roles import Task
 from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
 from disagg.dispatch.config import RETRY_AFTER_S, DispatcherConfig
+from disagg.dispatch.decided import OnDecided, admission, placement_of, recovery_of
 from disagg.dispatch.events import (
     ChoiceStopped,
     ClientGone,
@@ -29,8 +30,9 @@ from disagg.dispatch.events import (
 )
 from disagg.dispatch.gate import Gate, error_of
 from disagg.dispatch.open_request import Choice, OpenRequest
-from disagg.dispatch.registry import Registry, WorkerRecord
+from disagg.dispatch.registry import Registry
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, TokensDelivered
+from disagg.dispatch.worker_record import WorkerRecord
 from disagg.policy.recovery import Verdict, after_failure, at_drain, while_unplaced
 from disagg.policy.routing import NoPlacement, Placement, choose
 from disagg.protocol.lifecycle import ChoiceTrigger
@@ -47,6 +49,7 @@ from disagg.protocol.messages import (
     StartSequence,
 )
 from disagg.telemetry.counters import Counters
+from disagg.telemetry.decision_log import DecisionKind
 from disagg.telemetry.metrics import (
     GENERATED_TOKENS,
     MESSAGES_IGNORED,
@@ -61,8 +64,9 @@ from disagg.telemetry.metrics import (
 class Dispatcher:
     """All open requests and all registered workers of one router."""
 
-    def __init__(self, config: DispatcherConfig) -> None:
+    def __init__(self, config: DispatcherConfig, on_decided: OnDecided = lambda decision: None) -> None:
         self.config = config
+        self._decided = on_decided
         self.counters = Counters()
         self.registry = Registry(config.tokenizer_digests)
         self._requests: dict[RequestId, OpenRequest] = {}
@@ -88,12 +92,7 @@ class Dispatcher:
         return self._requests.get(request_id)
 
     def models(self) -> tuple[ModelStatus, ...]:
-        statuses = []
-        for model in self.registry.models:
-            missing = self.registry.missing(model)
-            limits = self._gate.limits(model)
-            statuses.append(ModelStatus(model, not missing, missing, limits.max_context if limits else None))
-        return tuple(statuses)
+        return self._gate.statuses()
 
     def handle(self, event: DispatchEvent, now_s: float) -> list[DispatchAction]:
         """Take one event in; give back what to do, in order. now_s never goes back."""
@@ -114,7 +113,12 @@ class Dispatcher:
     def submit(self, request: GenerateRequest, now_s: float) -> tuple[RequestId, list[DispatchAction]]:
         """Open a request. Raises InvalidRequest, ModelNotFound, Unavailable or Overloaded, with nothing left behind."""
         self._now_s = now_s
-        request = self._gate.checked(request, self.num_open, now_s)
+        try:
+            request = self._gate.checked(request, self.num_open, now_s)
+        except DisaggError as error:
+            self._decided(admission(self._next_number, error))
+            raise
+        self._decided(admission(self._next_number, None))
         request_id = RequestId(self.config.incarnation, self._next_number)
         self._next_number += 1
         opened = OpenRequest(request_id, request, now_s)
@@ -179,10 +183,12 @@ class Dispatcher:
     def _try_place(self, opened: OpenRequest, choice: Choice) -> bool:
         """False when the request is over: nobody could take this choice for too long."""
         placement = self._choose(opened, choice)
+        self._decided(placement_of(choice, placement))
         if isinstance(placement, NoPlacement):
             choice.place_after_s = choice.unplaced_since_s  # whoever comes takes it
             recovery = while_unplaced(self._now_s - choice.unplaced_since_s, placement.missing, self.config.recovery)
             if recovery.verdict is Verdict.GIVE_UP:
+                self._decided(recovery_of(DecisionKind.WAITING, choice, recovery))
                 why = f"{choice.last_reason}; {recovery.reason}" if choice.last_reason else recovery.reason
                 self._give_up(opened, Unavailable(why, retry_after_s=RETRY_AFTER_S))
                 return False
@@ -199,11 +205,11 @@ class Dispatcher:
         return choose(views, choice.demand(), self.config.local_prefill_tokens)
 
     def _claim(self, choice: Choice, placement: Placement) -> None:
-        decode = self._record(placement.decode)
-        reader = self._record(placement.prefill or placement.decode)
+        decode = self.registry.known(placement.decode)
+        reader = self.registry.known(placement.prefill or placement.decode)
         spec = choice.entry.spec
-        decode.claimed_blocks[spec.sequence_id] = -(-spec.max_total_tokens // decode.card.layout.block_size)
-        reader.waiting_tokens[spec.sequence_id] = choice.demand().num_prompt_tokens
+        decode.claim(spec.sequence_id, -(-spec.max_total_tokens // decode.card.layout.block_size))
+        reader.await_reading(spec.sequence_id, choice.demand().num_prompt_tokens)
 
     def _start(self, choice: Choice, placement: Placement) -> None:
         """Decode hears first, so that it expects the hand-off when prefill asks."""
@@ -211,7 +217,7 @@ class Dispatcher:
         if placement.prefill is None:
             self._tell(placement.decode, StartSequence(spec, Task.WHOLE, attempt, emitted))
             return
-        decode, prefill = self._record(placement.decode).card, self._record(placement.prefill).card
+        decode, prefill = self.registry.known(placement.decode).card, self.registry.known(placement.prefill).card
         choice.read_by = prefill.worker_id
         for worker, peer, task in ((decode, prefill, Task.DECODE), (prefill, decode, Task.PREFILL)):
             start = StartSequence(spec, task, attempt, emitted, peer.worker_id, peer.incarnation)
@@ -277,6 +283,7 @@ class Dispatcher:
         if not choice.is_placed:  # another choice's failure has ended the request
             return
         recovery = after_failure(failure.kind, failure.message, choice.attempt, self.config.recovery)
+        self._decided(recovery_of(DecisionKind.RECOVERY, choice, recovery))
         if recovery.verdict is Verdict.MOVE:
             self._move(opened, choice, recovery.reason, failure.kind.value)
             choice.place_after_s = self._now_s + recovery.delay_s
@@ -302,11 +309,10 @@ class Dispatcher:
                 self._start_drain(record)
         elif isinstance(message, ReportPairing):
             if message.failure is None:
-                record.partners[message.peer] = message.peer_incarnation
-                record.refusals.pop(message.peer, None)
+                record.pair(message.peer, message.peer_incarnation)
                 self._gate.note_ready(record.card.pool.model)
             else:
-                record.partners.pop(message.peer, None)
+                record.unpair(message.peer)
                 record.refusals[message.peer] = message.failure
 
     def _on_drain_asked(self, event: DrainAsked) -> None:
@@ -326,6 +332,7 @@ class Dispatcher:
                 has_other_worker=isinstance(placement, Placement),
                 limits=self.config.recovery,
             )
+            self._decided(recovery_of(DecisionKind.DRAIN, choice, recovery))
             if recovery.verdict is Verdict.MOVE:
                 self._move(opened, choice, recovery.reason, "drain")
 
@@ -334,7 +341,7 @@ class Dispatcher:
         for prompt in message.prompts:
             choice = self._choice(prompt.attempt_id.sequence_id)
             if choice is not None and choice.attempt == prompt.attempt_id.attempt:
-                was_waiting = record.waiting_tokens.pop(choice.sequence_id, None) is not None
+                was_waiting = record.note_read(choice.sequence_id)
                 # What a retry or a preempted sequence finds cached is this request's own.
                 if was_waiting and choice.attempt == 1:
                     choice.num_cached_tokens = prompt.num_cached_tokens
@@ -388,14 +395,8 @@ class Dispatcher:
         placement = choice.placement
         source = self.registry.get(placement.prefill) if placement is not None and placement.prefill else None
         if placement is not None and source is not None:
-            source.partners.pop(placement.decode, None)
+            source.unpair(placement.decode)
             self._tell(source.card.worker_id, AnnouncePeers(self.registry.peers_to_meet(source.card)))
-
-    def _record(self, worker_id: WorkerId) -> WorkerRecord:
-        record = self.registry.get(worker_id)
-        if record is None:
-            raise InternalFault(f"placed on {worker_id}, which is not registered")
-        return record
 
     def _tell(self, worker_id: WorkerId, message: RouterToWorker) -> None:
         self._actions.append(SendToWorker(worker_id, message))

@@ -8,7 +8,7 @@ import msgspec
 from disagg.core.errors import DisaggError, Failure, FailureKind, InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from disagg.dispatch.config import RETRY_AFTER_S, DispatcherConfig
 from disagg.dispatch.registry import Registry
-from disagg.dispatch.stream import GenerateRequest
+from disagg.dispatch.stream import GenerateRequest, ModelStatus
 from disagg.dispatch.turnover import TurnoverCounts
 from disagg.policy.admission import Limits, default_max_tokens, impossible, retry_after_s, too_much_claimed
 from disagg.policy.recovery import Recovery, queued_too_long
@@ -30,12 +30,23 @@ class Gate:
     def note_ready(self, model: str) -> None:
         """Called whenever a worker of the model has come or paired."""
         limits = self._registry.limits(model)
-        if limits is not None and not what_is_missing(self._registry.views(model)):
+        if limits is None or self._once_ready.get(model) == limits:
+            return
+        if not what_is_missing(self._registry.views(model)):
             self._once_ready[model] = limits
 
     def limits(self, model: str) -> Limits | None:
         """As they are now, or as they were when the model could last be served."""
         return self._registry.limits(model) or self._once_ready.get(model)
+
+    def statuses(self) -> tuple[ModelStatus, ...]:
+        """Of every model that is served here."""
+        statuses = []
+        for model in self._registry.models:
+            missing = self._registry.missing(model)
+            limits = self.limits(model)
+            statuses.append(ModelStatus(model, not missing, missing, limits.max_context if limits else None))
+        return tuple(statuses)
 
     def note_ended(self, now_s: float) -> None:
         """A request is over, whichever way: there is room for another."""

@@ -5,36 +5,11 @@ from collections.abc import Iterable
 from disagg.core.errors import Failure, FailureKind, InternalFault
 from disagg.core.ids import Incarnation, SequenceId, WorkerId
 from disagg.core.roles import Role
+from disagg.dispatch.worker_record import WorkerRecord
 from disagg.policy.admission import Limits
 from disagg.policy.routing import WorkerView, what_is_missing
-from disagg.protocol.messages import WorkerCard, WorkerState
+from disagg.protocol.messages import WorkerCard
 from disagg.protocol.pairing import card_flaw, is_handoff_pair
-
-
-class WorkerRecord:
-    """One registered incarnation."""
-
-    def __init__(self, card: WorkerCard) -> None:
-        self.card = card
-        self.state = WorkerState()
-        self.is_draining = False
-        self.partners: dict[WorkerId, Incarnation] = {}
-        self.refusals: dict[WorkerId, Failure] = {}
-        self.claimed_blocks: dict[SequenceId, int] = {}
-        self.waiting_tokens: dict[SequenceId, int] = {}
-
-    def view(self, partners: frozenset[WorkerId]) -> WorkerView:
-        return WorkerView(
-            worker_id=self.card.worker_id,
-            role=self.card.role,
-            num_blocks=self.card.num_blocks,
-            block_size=self.card.layout.block_size,
-            num_claimed_blocks=sum(self.claimed_blocks.values()),
-            num_waiting_tokens=sum(self.waiting_tokens.values()),
-            num_open=len(self.claimed_blocks.keys() | self.waiting_tokens.keys()),
-            partners=partners,
-            max_context=self.card.pool.max_context,
-        )
 
 
 class Registry:
@@ -43,6 +18,9 @@ class Registry:
     def __init__(self, tokenizer_digests: dict[str, str]) -> None:
         self._tokenizer_digests = tokenizer_digests
         self._records: dict[WorkerId, WorkerRecord] = {}
+        # Until a worker comes or goes: every request asks.
+        self._of_model: dict[str, list[WorkerRecord]] = {}
+        self._limits: dict[str, Limits | None] = {}
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -51,8 +29,19 @@ class Registry:
     def get(self, worker_id: WorkerId) -> WorkerRecord | None:
         return self._records.get(worker_id)
 
+    def known(self, worker_id: WorkerId) -> WorkerRecord:
+        """One that a sequence has just been placed on."""
+        record = self._records.get(worker_id)
+        if record is None:
+            raise InternalFault(f"placed on {worker_id}, which is not registered")
+        return record
+
     def records(self, model: str | None = None) -> list[WorkerRecord]:
-        return [record for record in self._records.values() if model in (None, record.card.pool.model)]
+        if model is None:
+            return list(self._records.values())
+        if model not in self._of_model:
+            self._of_model[model] = [each for each in self._records.values() if each.card.pool.model == model]
+        return self._of_model[model]
 
     def refusal(self, card: WorkerCard) -> Failure | None:
         """Why this worker may not serve behind this router."""
@@ -81,6 +70,7 @@ class Registry:
         record = WorkerRecord(card)
         record.is_draining = is_draining
         self._records[card.worker_id] = record
+        self._note_changed()
 
     def remove(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
         """False when this incarnation is not the registered one."""
@@ -90,6 +80,7 @@ class Registry:
         del self._records[worker_id]
         for other in self._records.values():
             other.refusals.pop(worker_id, None)
+        self._note_changed()
         return True
 
     def peers_to_meet(self, card: WorkerCard) -> tuple[WorkerCard, ...]:
@@ -98,10 +89,12 @@ class Registry:
 
     def views(self, model: str, revision: tuple[str, str] | None = None) -> list[WorkerView]:
         """Workers that take new work; with a revision, of that one only."""
-        records = [record for record in self.records(model) if not record.is_draining]
-        if revision is not None:
-            records = [record for record in records if record.card.pool.revision == revision]
-        return [record.view(self._live_partners(record)) for record in records]
+        known = self._records
+        return [
+            record.view(known)
+            for record in self.records(model)
+            if not record.is_draining and (revision is None or record.card.pool.revision == revision)
+        ]
 
     def missing(self, model: str) -> str:
         """A plain sentence; "" when requests can be served. Names what workers that are here do not agree on."""
@@ -111,14 +104,10 @@ class Registry:
 
     def limits(self, model: str) -> Limits | None:
         """Of the largest workers that can write an answer; None while there are none."""
-        cards = [record.card for record in self.records(model) if record.card.role is not Role.PREFILL]
-        if not cards:
-            return None
-        return Limits(
-            max_context=max(card.pool.max_context for card in cards),
-            max_pool_tokens=max(card.num_blocks * card.layout.block_size for card in cards),
-            vocab_size=min(card.pool.vocab_size for card in cards),
-        )
+        if model not in self._limits:
+            cards = [record.card for record in self.records(model) if record.card.role is not Role.PREFILL]
+            self._limits[model] = _limits_of(cards) if cards else None
+        return self._limits[model]
 
     def is_first_to_read(self, sequence_id: SequenceId, worker_id: WorkerId) -> bool:
         """Whether that worker was sent nothing older that it has not read yet: its prompt may be under way."""
@@ -131,15 +120,21 @@ class Registry:
         for worker_id in worker_ids:
             record = self._records.get(worker_id)
             if record is not None:
-                record.claimed_blocks.pop(sequence_id, None)
-                record.waiting_tokens.pop(sequence_id, None)
+                record.release(sequence_id)
 
     def check_invariants(self) -> None:
         for worker_id, record in self._records.items():
             if record.card.worker_id != worker_id:
                 raise InternalFault(f"worker {record.card.worker_id} is registered as {worker_id}")
-            if any(blocks < 1 for blocks in record.claimed_blocks.values()):
-                raise InternalFault(f"worker {worker_id} has an empty claim")
+            record.check_invariants()
+            if record.view(self._records).partners != self._live_partners(record):
+                raise InternalFault(f"worker {worker_id}: partners that have come or gone are not noted")
+
+    def _note_changed(self) -> None:
+        self._of_model.clear()
+        self._limits.clear()
+        for record in self._records.values():
+            record.forget_partners()
 
     def _live_partners(self, record: WorkerRecord) -> frozenset[WorkerId]:
         return frozenset(
@@ -147,3 +142,11 @@ class Registry:
             for peer, incarnation in record.partners.items()
             if peer in self._records and self._records[peer].card.incarnation == incarnation
         )
+
+
+def _limits_of(cards: list[WorkerCard]) -> Limits:
+    return Limits(
+        max_context=max(card.pool.max_context for card in cards),
+        max_pool_tokens=max(card.num_blocks * card.layout.block_size for card in cards),
+        vocab_size=min(card.pool.vocab_size for card in cards),
+    )

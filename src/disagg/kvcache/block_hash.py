@@ -27,8 +27,12 @@ def append_hashes(
     hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, root: BlockHash
 ) -> list[BlockHash]:
     """Append to `hashes` those of the full blocks of the tokens that follow its last block; returns it."""
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
-        parent = hashes[-1] if hashes else root
-        tokens = array("q", token_ids[start : start + block_size])
-        hashes.append(BlockHash(hashlib.blake2b(parent + tokens.tobytes(), digest_size=HASH_BYTES).digest()))
+    num_blocks = len(token_ids) // block_size
+    packed = array("q", token_ids[: num_blocks * block_size]).tobytes()
+    block_bytes = 8 * block_size
+    parent = hashes[-1] if hashes else root
+    for start in range(0, len(packed), block_bytes):
+        tokens = packed[start : start + block_bytes]
+        parent = BlockHash(hashlib.blake2b(parent + tokens, digest_size=HASH_BYTES).digest())
+        hashes.append(parent)
     return hashes

@@ -5,7 +5,7 @@ reads a short prompt itself, or a prefill worker that hands the KV over. Views a
 """
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -89,9 +89,10 @@ def choose(workers: Sequence[WorkerView], demand: Demand, local_prefill_tokens: 
     writers = [view for view in writers if view.worker_id not in demand.excluded] or writers
     if not writers:
         return NoPlacement(what_is_missing(workers))
-    sources = _sources_by_decode(workers, demand)
+    sources = [view for view in workers if view.role is Role.PREFILL and view.worker_id not in demand.excluded]
+    reachable = frozenset().union(*(view.partners for view in sources))
     # A decode worker without a prefill partner is second choice to anything that works as intended.
-    whole = [view for view in writers if view.role is Role.MIXED or sources.get(view.worker_id)] or writers
+    whole = [view for view in writers if view.role is Role.MIXED or view.worker_id in reachable] or writers
     fitting = [view for view in whole if view.can_hold(demand.num_total_tokens)] or whole
     decode = min(fitting, key=lambda view: (view.worker_id != demand.preferred_decode, *_decode_load(view)))
     if decode.role is Role.MIXED:
@@ -101,7 +102,7 @@ def choose(workers: Sequence[WorkerView], demand: Demand, local_prefill_tokens: 
         uncached = demand.num_prompt_tokens
     if uncached <= local_prefill_tokens:
         return Placement(Path.LOCAL, PlacementReason.SHORT_PROMPT, decode.worker_id)
-    partners = sources.get(decode.worker_id, [])
+    partners = [view for view in sources if decode.worker_id in view.partners]
     able = [view for view in partners if view.can_hold(demand.num_prompt_tokens)]
     if not able:
         reason = PlacementReason.PREFILL_POOL_TOO_SMALL if partners else PlacementReason.NO_PREFILL_WORKER
@@ -110,29 +111,9 @@ def choose(workers: Sequence[WorkerView], demand: Demand, local_prefill_tokens: 
     return Placement(Path.REMOTE, PlacementReason.LONG_PROMPT, decode.worker_id, prefill.worker_id)
 
 
-def _sources_by_decode(workers: Sequence[WorkerView], demand: Demand) -> dict[WorkerId, list[WorkerView]]:
-    sources: dict[WorkerId, list[WorkerView]] = {}
-    for source, target in usable_pairs(workers):
-        if source.worker_id not in demand.excluded:
-            sources.setdefault(target.worker_id, []).append(source)
-    return sources
-
-
-def usable_pairs(workers: Iterable[WorkerView]) -> list[tuple[WorkerView, WorkerView]]:
-    """(prefill, decode) workers that have paired."""
-    views = {view.worker_id: view for view in workers}
-    return [
-        (view, views[partner])
-        for view in views.values()
-        if view.role is Role.PREFILL
-        for partner in sorted(view.partners)
-        if partner in views and views[partner].role is Role.DECODE
-    ]
-
-
 def what_is_missing(workers: Sequence[WorkerView]) -> str:
     """A plain sentence; "" when requests can be served."""
-    if any(view.role is Role.MIXED for view in workers) or usable_pairs(workers):
+    if any(view.role is Role.MIXED for view in workers) or _has_pair(workers):
         return ""
     roles = {view.role for view in workers}
     if not roles:
@@ -142,6 +123,11 @@ def what_is_missing(workers: Sequence[WorkerView]) -> str:
     if Role.DECODE not in roles:
         return "a prefill worker is here, no decode worker has registered"
     return "prefill and decode workers are here, but no two of them have paired"
+
+
+def _has_pair(workers: Sequence[WorkerView]) -> bool:
+    decodes = {view.worker_id for view in workers if view.role is Role.DECODE}
+    return any(view.role is Role.PREFILL and not view.partners.isdisjoint(decodes) for view in workers)
 
 
 def _decode_load(view: WorkerView) -> tuple[float, int, WorkerId]:

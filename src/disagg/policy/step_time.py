@@ -136,11 +136,18 @@ class StepTimes:
     def _add(self, shape: StepShape, seconds: float) -> None:
         row = (1.0, *map(float, msgspec.structs.astuple(shape)))
         weight = 1.0 / max(seconds, self.costs.predict(shape)) ** 2
-        for index, left in enumerate(row):
-            weighted = weight * left
-            gram = self._gram[index]
-            self._gram[index] = [FORGETTING * old + weighted * right for old, right in zip(gram, row, strict=True)]
-            self._moment[index] = FORGETTING * self._moment[index] + weighted * seconds
+        first, second, third, fourth, fifth = row
+        moment = self._moment
+        for index, (a, b, c, d, e) in enumerate(self._gram):  # written out: it is done after every step
+            weighted = weight * row[index]
+            self._gram[index] = [
+                FORGETTING * a + weighted * first,
+                FORGETTING * b + weighted * second,
+                FORGETTING * c + weighted * third,
+                FORGETTING * d + weighted * fourth,
+                FORGETTING * e + weighted * fifth,
+            ]
+            moment[index] = FORGETTING * moment[index] + weighted * seconds
 
     def _solve(self) -> None:
         """Least squares over costs of 0 or more, held near the last ones where the data say nothing."""
@@ -149,7 +156,10 @@ class StepTimes:
         holds = [INERTIA / max(scale, cost) ** 2 for scale, cost in zip(self._scales, last, strict=True)]
         for _ in range(SWEEPS):
             for index, gram in enumerate(self._gram):
-                others = sum(map(float.__mul__, gram, costs)) - gram[index] * costs[index]
+                others = 0.0
+                for coefficient, cost in zip(gram, costs, strict=True):
+                    others += coefficient * cost
+                others -= gram[index] * costs[index]
                 wanted = self._moment[index] - others + holds[index] * last[index]
                 costs[index] = max(0.0, wanted / (gram[index] + holds[index]))
         self.costs = StepCosts(*costs)

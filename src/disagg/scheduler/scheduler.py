@@ -218,7 +218,7 @@ class Scheduler:
                 text = f"worker {config.worker_id} is not paired with {message.peer} ({message.peer_incarnation})"
                 return Failure(FailureKind.WORKER_LOST, text)
         known_ids = spec.prompt_ids + message.emitted_ids
-        if not spec.prompt_ids or not all(0 <= token < config.vocab_size for token in known_ids):
+        if not spec.prompt_ids or min(known_ids) < 0 or max(known_ids) >= config.vocab_size:
             text = f"the prompt must have 1 or more token ids below {config.vocab_size}"
             return Failure(FailureKind.INVALID_REQUEST, text)
         num_tokens = spec.max_total_tokens if message.task in (Task.WHOLE, Task.DECODE) else len(known_ids)

@@ -12,7 +12,7 @@ from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.engine import StepRow, TokenHistory
 from disagg.scheduler.source import HandoffSource
 
-_OVER = (SequenceState.CLOSING, SequenceState.ENDED)
+OVER = (SequenceState.CLOSING, SequenceState.ENDED)
 
 
 class Sequence:
@@ -96,7 +96,7 @@ class Sequence:
 
     @property
     def is_live(self) -> bool:
-        return self.machine.state not in _OVER
+        return self.machine.state not in OVER
 
     @property
     def needs_peer(self) -> bool:
@@ -190,9 +190,9 @@ class Sequence:
     def decode_row(self) -> StepRow:
         """The last token of the answer, to get the next."""
         spec, answer_ids = self.spec, self.answer_ids
-        history = self._history() if spec.sampling.has_penalty else None
-        row = (spec.sequence_id, (answer_ids[-1],), self.num_computed, self.blocks, spec.sampling, len(answer_ids))
-        return StepRow(*row, history)
+        last, sampling, output_position = (answer_ids[-1],), spec.sampling, len(answer_ids)
+        history = self._history()
+        return StepRow(spec.sequence_id, last, self.num_computed, self.blocks, sampling, output_position, history)
 
     def _history(self) -> TokenHistory | None:
         if not self.spec.sampling.has_penalty:

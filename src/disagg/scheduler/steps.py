@@ -5,10 +5,8 @@ or an unused cached one, else the youngest stream gives up its blocks and starts
 what it has written is read again, and row independence makes that the same tokens). Prompts fill what is left.
 """
 
-from collections import deque
-
 from disagg.core.ids import StepId
-from disagg.core.request import EmittedToken
+from disagg.core.request import EmittedToken, finish_reason
 from disagg.core.roles import HandoffMode, Task
 from disagg.policy.batching import plan_chunks
 from disagg.policy.step_time import StepShape
@@ -17,7 +15,7 @@ from disagg.scheduler.actions import RunStep
 from disagg.scheduler.engine import StepPlan, StepResult, StepRow
 from disagg.scheduler.events import LayersComputed, StepFailed, StepFinished
 from disagg.scheduler.sending import Sending
-from disagg.scheduler.sequence import Sequence
+from disagg.scheduler.sequence import OVER, Sequence
 from disagg.scheduler.state import SchedulerState
 from disagg.telemetry.metrics import (
     BLOCKS_EVICTED,
@@ -95,17 +93,20 @@ class Steps:
 
     def _streams(self) -> list[Sequence]:
         """Streams that have room for their next token; makes room at the expense of the youngest."""
-        waiting = deque(self._state.streams())
+        waiting = self._state.streams()
         block_size = self._state.cache.block_size
         ready: list[Sequence] = []
-        while waiting:
-            stream = waiting.popleft()
+        first, past_last = 0, len(waiting)
+        while first < past_last:
+            stream = waiting[first]
+            first += 1
             while stream.num_computed >= len(stream.blocks) * block_size and not self._try_grow(stream):
-                if not waiting:
+                if first == past_last:
                     if ready:  # itself the youngest; alone, it waits for a hand-off to land or to be given up
                         self._preempt(stream)
                     break
-                self._preempt(waiting.pop())
+                past_last -= 1
+                self._preempt(waiting[past_last])
             else:
                 ready.append(stream)
         return ready
@@ -144,7 +145,7 @@ class Steps:
         self._state.step_times.observe(self._shape, event.duration_s)
         sampled: dict[Task, list[EmittedToken]] = {}
         for sequence, row, token in self._ended(event.result):
-            if not sequence.is_live:
+            if sequence.machine.state in OVER:
                 self._state.end_if_unused(sequence)
                 continue
             self._advance(sequence, row)
@@ -192,14 +193,14 @@ class Steps:
     def _take_token(self, sequence: Sequence, token: EmittedToken) -> None:
         sequence.answer_ids.append(token.token_id)
         state = self._state
-        if sequence.state is SequenceState.PREFILLING:
+        if sequence.machine.state is SequenceState.PREFILLING:
             state.report_prompt(sequence)
             state.counters.add(PROMPT_TOKENS_CACHED, sequence.num_cached, label=sequence.task.value)
             if sequence.source is not None:
                 self._sending.finish_prefill(sequence, sequence.source, token)
                 return
             state.move(sequence, SequenceTrigger.PROMPT_COMPUTED)
-        if sequence.finish_reason() is not None:
+        if finish_reason(sequence.spec.sampling, token.token_id, len(sequence.answer_ids)) is not None:
             state.finish(sequence)
 
     def _count(self, duration_s: float) -> None:

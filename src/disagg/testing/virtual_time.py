@@ -1,13 +1,12 @@
 """Virtual time and seeded chance: a heap of callbacks, jittered durations, streams that deliver in order."""
 
-import heapq
 import random
 from collections.abc import Callable
-from itertools import count
 
 import msgspec
 
 from disagg.core.errors import InternalFault
+from disagg.sim.events import EventHeap
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -32,25 +31,17 @@ class Chances(msgspec.Struct, frozen=True):
     refused_dial: float = 0.0  # of a worker's dial of another
 
 
-class VirtualTime:
+class VirtualTime(EventHeap):
     """Everything happens inside run(). `check` is called after every event; `story` tells what happened."""
 
     def __init__(self, seed: int, timing: Timing, chances: Chances, check: Callable[[], None]) -> None:
+        super().__init__()
         self.random = random.Random(seed)
         self.timing = timing
         self.chances = chances
-        self.now_s = 0.0
         self._check = check
         self._history: list[str] = []
-        self._heap: list[tuple[float, int, Callable[[], object]]] = []
-        self._order = count()
         self._in_order_s: dict[tuple[str, str], float] = {}
-
-    def at(self, when_s: float, act: Callable[[], object]) -> None:
-        heapq.heappush(self._heap, (max(when_s, self.now_s), next(self._order), act))
-
-    def after(self, delay_s: float, act: Callable[[], object]) -> None:
-        self.at(self.now_s + delay_s, act)
 
     def jittered(self, duration_s: float) -> float:
         return duration_s * self.random.uniform(1.0, self.timing.jitter)
@@ -62,15 +53,12 @@ class VirtualTime:
         for _ in range(max_events):
             if until is not None and until():
                 return
-            if not self._heap:
+            if limit_s < self.next_s() < float("inf"):
+                raise InternalFault(f"not done after {limit_s} virtual seconds\n{self.story()}")
+            if not self.step():
                 if until is not None:
                     raise InternalFault(f"nothing is left to happen at {self.now_s:.3f} s\n{self.story()}")
                 return
-            when_s, _, act = heapq.heappop(self._heap)
-            if when_s > limit_s:
-                raise InternalFault(f"not done after {limit_s} virtual seconds\n{self.story()}")
-            self.now_s = when_s
-            act()
             self._check()
         raise InternalFault(f"not done after {max_events} events\n{self.story()}")
 
@@ -93,7 +81,3 @@ class VirtualTime:
 
     def story(self) -> str:
         return "\n".join(self._history[-60:])
-
-    def check_invariants(self) -> None:
-        if self._heap and self._heap[0][0] < self.now_s:
-            raise InternalFault(f"an event of {self._heap[0][0]} s waits at {self.now_s} s")

@@ -114,9 +114,9 @@ def test_more_than_the_allowed_share_of_promised_kv_is_an_overload_with_the_numb
     entrance.arrive("m0", Role.MIXED, num_blocks=10)
     record = entrance.registry.get(WorkerId("m0"))
     assert record is not None
-    record.claimed_blocks[SequenceId(entrance_id(), 0)] = 29
+    record.claim(SequenceId(entrance_id(), 0), 29)
     entrance.ask()
-    record.claimed_blocks[SequenceId(entrance_id(), 1)] = 1
+    record.claim(SequenceId(entrance_id(), 1), 1)
     with pytest.raises(Overloaded, match=r"3\.0 times the KV there is, the limit is 3;") as caught:
         entrance.ask()
     assert caught.value.retry_after_s >= 1.0

@@ -14,7 +14,6 @@ from disagg.policy.routing import (
     PlacementReason,
     WorkerView,
     choose,
-    usable_pairs,
     what_is_missing,
 )
 
@@ -220,7 +219,8 @@ def test_a_sentence_says_what_is_missing(workers: list[WorkerView], missing: str
 
 
 def test_a_partner_of_the_same_role_makes_no_pair() -> None:
-    assert usable_pairs([view("p0", Role.PREFILL, partners=["p1", "gone"]), view("p1", Role.PREFILL)]) == []
+    workers = [view("p0", Role.PREFILL, partners=["p1", "gone"]), view("p1", Role.PREFILL)]
+    assert what_is_missing(workers) == "a prefill worker is here, no decode worker has registered"
 
 
 # --- once more, after a failure ----------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Load and its measurement: workloads, arrivals, traces, percentiles. What a benchmark and the simulator share."""

@@ -1,0 +1,435 @@
+"""A whole cluster in virtual time: the real dispatcher and schedulers, described hardware.
+
+  1. Workers register and pair as live ones do; virtual second 0 is when all that are there from the start have.
+  2. Requests come in by the workload's clock, or when others end. The dispatcher places them.
+  3. Control messages take a fixed time, bytes share links, steps take what their model says.
+  4. Faults are events like any other.
+
+At large fidelity tokens between the first and the last of an answer are kept back from the router and handed to it with
+the last, or before anything that could depend on them: a failure, a drain, a death. No decision sees a difference.
+"""
+
+from itertools import count
+
+import msgspec
+
+from disagg.bench.workload import WorkRequest, WorkStream, prompt_ids
+from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.errors import DisaggError, FailureKind, InternalFault
+from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
+from disagg.core.request import SamplingParams
+from disagg.core.roles import Numerics
+from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
+from disagg.dispatch.config import DispatcherConfig
+from disagg.dispatch.decided import OnDecided
+from disagg.dispatch.dispatcher import Dispatcher
+from disagg.dispatch.events import DispatchEvent, DrainAsked, TimePassed, WorkerLost, WorkerMessageReceived
+from disagg.dispatch.events import WorkerRegistered as Registered
+from disagg.dispatch.stream import GenerateRequest, RequestFailed
+from disagg.policy.batching import StepBudget
+from disagg.protocol.messages import (
+    AnnouncePeers,
+    EmitTokens,
+    PoolCard,
+    ReportFailure,
+    ReportPairing,
+    RouterToWorker,
+    WorkerCard,
+    WorkerToRouter,
+    WorkerToWorker,
+)
+from disagg.protocol.pairing import pairing_failure
+from disagg.scheduler import events
+from disagg.scheduler.config import SchedulerConfig
+from disagg.scheduler.engine import StepPlan
+from disagg.sim.events import EventHeap
+from disagg.sim.links import ComputedLinks, FairLinks
+from disagg.sim.records import FAILED, FINISHED, TURNED_AWAY, OpenRecord, RecordTable
+from disagg.sim.scenario import Fault, Fidelity, LinkBreaks, Scenario, WorkerDies, WorkerDrains, WorkerSpec
+from disagg.sim.worker import SimWorker
+
+TICK_S = 0.5  # like the live router's
+RETRY_S = 0.1  # of a registration while its predecessor is not known to be dead
+VOCAB_SIZE = 1 << 62  # every label is a token id
+
+
+class SimCluster:
+    """Router, workers and links. Everything happens inside run()."""
+
+    def __init__(self, scenario: Scenario, stream: WorkStream, on_decided: OnDecided = lambda decision: None) -> None:
+        self.scenario = scenario
+        self.heap = EventHeap()
+        self.is_small = scenario.fidelity is Fidelity.SMALL
+        self.links = FairLinks(self.heap) if self.is_small else ComputedLinks(self.heap)
+        self.workers: dict[WorkerId, SimWorker] = {}
+        self.ended: list[SimWorker] = []  # earlier incarnations
+        self.records = RecordTable()
+        self.start_s = 0.0
+        self.dispatcher = Dispatcher(_dispatcher_config(scenario), on_decided)
+        self._stream = stream
+        self._open: dict[RequestId, OpenRecord] = {}
+        self._holding: dict[WorkerId, dict[SequenceId, OpenRecord]] = {}
+        self._specs = {spec.name: spec for spec in scenario.workers}
+        self._incarnations = count(1)
+        self._reporting: set[tuple[WorkerId, WorkerId]] = set()  # pairings that the router is being told of
+        self._cut: set[tuple[WorkerId, WorkerId]] = set()  # links that are down
+        self._num_checks = 0
+        self._num_due = 0  # requests that will come whatever happens
+        self._lines = {(line.source, line.target): line.link for line in scenario.lines}
+        for spec in scenario.workers:
+            self.links.set_capacity(f"{spec.name} out", spec.nic.bandwidth_bytes_s)
+            self.links.set_capacity(f"{spec.name} in", spec.nic.bandwidth_bytes_s)
+        for line in scenario.lines:
+            self.links.set_capacity(f"{line.source} to {line.target}", line.link.bandwidth_bytes_s)
+
+    # --- running -----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until every request has ended. Raises InternalFault when rules break or time runs out."""
+        self._start()
+        heap, check_every = self.heap, self.scenario.max_events_between_checks
+        while self._num_due or self._open:
+            if heap.now_s - self.start_s > self.scenario.limit_s:
+                raise InternalFault(f"{len(self._open)} requests are open after {self.scenario.limit_s:g} s")
+            if not heap.step():
+                raise InternalFault(f"nothing is left to happen and {len(self._open)} requests are open")
+            if heap.num_events % check_every == 0:
+                self._check_some()
+        self.records.count_gaps()
+        self.check_invariants()
+
+    def settle(self, duration_s: float = 60.0) -> None:
+        """Let what is still under way end, then see that nothing is left. Raises InternalFault when something is."""
+        until_s = self.heap.now_s + duration_s
+        while self.heap.next_s() <= until_s:
+            self.heap.step()
+        for worker in self.workers.values():
+            state = worker.scheduler.snapshot()
+            held = state.num_held_blocks + state.num_reserved_blocks + state.num_quarantined_blocks
+            if not worker.scheduler.is_idle or held or worker.grants:
+                raise InternalFault(f"{worker.worker_id} still has {state}, grants {worker.grants}")
+        if self.dispatcher.num_open:
+            raise InternalFault(f"{self.dispatcher.num_open} requests are still open")
+
+    def _start(self) -> None:
+        for spec in self.scenario.workers:
+            if spec.ready_after_s <= 0:
+                self._start_worker(spec)
+        while self.heap.step():
+            pass
+        self.start_s = self.heap.now_s
+        for spec in self.scenario.workers:
+            if spec.ready_after_s > 0:
+                self.heap.after(spec.ready_after_s, self._start_worker, spec)
+        for fault in self.scenario.faults:
+            self.heap.after(fault.at_s, self._break, fault)
+        self._tick()
+        self._pull()
+
+    def _tick(self) -> None:
+        self._tell(TimePassed())
+        self.heap.after(TICK_S, self._tick)
+
+    def _check_some(self) -> None:
+        """The router and one worker, each in its turn: a check looks at every block."""
+        self.dispatcher.check_invariants()
+        self.links.check_invariants()
+        workers = list(self.workers.values())
+        self._num_checks += 1
+        workers[self._num_checks % len(workers)].scheduler.check_invariants()
+
+    def check_invariants(self) -> None:
+        self.dispatcher.check_invariants()
+        self.heap.check_invariants()
+        self.links.check_invariants()
+        self.records.check_invariants()
+        for worker in self.workers.values():
+            worker.scheduler.check_invariants()
+
+    # --- requests ----------------------------------------------------------------------------------------------
+
+    def _pull(self) -> None:
+        request = self._stream.next_request()
+        if request is not None:
+            self._num_due += 1
+            self.heap.at(self.start_s + request.due_s, self._pull_and_submit, request)
+
+    def _pull_and_submit(self, request: WorkRequest) -> None:
+        self._pull()
+        self._submit(request)
+
+    def _submit(self, request: WorkRequest) -> None:
+        self._num_due -= 1
+        asked = GenerateRequest(
+            request.model or self.scenario.models[0],
+            prompt_ids(request.runs),
+            SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0),
+            priority=request.priority,
+            slo_class=request.slo_class,
+        )
+        try:
+            request_id, actions = self.dispatcher.submit(asked, self.heap.now_s)
+        except DisaggError:
+            self._end(OpenRecord(request, self.heap.now_s), TURNED_AWAY)
+            return
+        opened = self.dispatcher.open_request(request_id)
+        self._open[request_id] = OpenRecord(request, self.heap.now_s, opened)
+        self._act(actions)
+
+    def _end(self, record: OpenRecord, end: int) -> None:
+        self.records.close(record, end, self.heap.now_s)
+        now_s = self.heap.now_s - self.start_s
+        following = self._stream.after_end(record.request, now_s, is_whole=end == FINISHED)
+        if following is not None:
+            self._num_due += 1
+            self.heap.at(self.start_s + following.due_s, self._submit, following)
+
+    # --- router ------------------------------------------------------------------------------------------------
+
+    def _tell(self, event: DispatchEvent) -> None:
+        self._act(self.dispatcher.handle(event, self.heap.now_s))
+        if self.is_small:
+            self.dispatcher.check_invariants()
+
+    def _act(self, actions: list[DispatchAction]) -> None:
+        for action in actions:
+            match action:
+                case SendToWorker():
+                    worker = self.workers.get(action.worker_id)
+                    if worker is not None:
+                        self.heap.after(self.scenario.message_s, self._to_worker, worker, action.message)
+                case Deliver():
+                    self._deliver(action)
+                case RefuseWorker() | LogDecision():
+                    pass
+
+    def _deliver(self, action: Deliver) -> None:
+        record = self._open.get(action.request_id)
+        if record is None:
+            raise InternalFault(f"{action.event} after the end of {action.request_id}")
+        if isinstance(action.event, RequestFailed):
+            self._close(action.request_id, record, FAILED)
+            return
+        if self.is_small:
+            for _ in action.event.tokens:
+                self.records.note_token(record, self.heap.now_s)
+        if action.event.finish_reason is not None:
+            if record.num_tokens != record.request.num_output_tokens:
+                raise InternalFault(f"{action.request_id} ended after {record.num_tokens} tokens: {record.request}")
+            self._close(action.request_id, record, FINISHED)
+
+    def _close(self, request_id: RequestId, record: OpenRecord, end: int) -> None:
+        del self._open[request_id]
+        record.held.clear()
+        for worker_id in record.opened.choices[0].workers if record.opened is not None else ():
+            self._holding.get(worker_id, {}).pop(SequenceId(request_id, 0), None)
+        self._end(record, end)
+
+    def _to_worker(self, worker: SimWorker, message: RouterToWorker) -> None:
+        if not isinstance(message, AnnouncePeers):
+            worker.hear_router(message)
+            return
+        for card in message.peers:
+            peer = self.workers.get(card.worker_id)
+            if peer is not None and peer.card.incarnation == card.incarnation and worker.is_alive:
+                self._pair(worker, peer)
+
+    def _pair(self, source: SimWorker, target: SimWorker) -> None:
+        """Connect if they are not, and report how it stands if the router does not know it so."""
+        is_met = source.peers.get(target.worker_id) is target
+        failure = None if is_met else pairing_failure(source.card, target.card)
+        if failure is None and not is_met:
+            if (source.worker_id, target.worker_id) in self._cut:
+                return
+            source.peers[target.worker_id], target.peers[source.worker_id] = target, source
+            source.handle(events.PeerPaired(target.card))
+            target.handle(events.PeerPaired(source.card))
+        pair = (source.worker_id, target.worker_id)
+        record = self.dispatcher.registry.get(source.worker_id)
+        is_known = record is not None and record.partners.get(target.worker_id) == target.card.incarnation
+        if not is_known and pair not in self._reporting:
+            self._reporting.add(pair)
+            report = ReportPairing(target.worker_id, target.card.incarnation, failure)
+            self.heap.after(self.scenario.message_s, self._hear_pairing, source, report)
+
+    def _hear_pairing(self, source: SimWorker, report: ReportPairing) -> None:
+        self._reporting.discard((source.worker_id, report.peer))
+        self._hear(source, report)
+
+    # --- what workers do ---------------------------------------------------------------------------------------
+
+    def to_router(self, worker: SimWorker, message: WorkerToRouter) -> None:
+        if self.is_small:
+            self.heap.after(self.scenario.message_s, self._hear, worker, message)
+        elif isinstance(message, EmitTokens):
+            self._hold_back(worker, message)
+        else:
+            if isinstance(message, ReportFailure):
+                self._release(worker, message.sequence_id)
+            self.heap.after(self.scenario.message_s, self._hear, worker, message)
+
+    def _hear(self, worker: SimWorker, message: WorkerToRouter) -> None:
+        self._tell(WorkerMessageReceived(worker.worker_id, worker.card.incarnation, message))
+
+    def _hold_back(self, worker: SimWorker, message: EmitTokens) -> None:
+        """Note when each token comes; pass on what begins or ends an answer."""
+        seen_s = self.heap.now_s + self.scenario.message_s
+        holding = self._holding.setdefault(worker.worker_id, {})
+        passed_on = []
+        for token in message.tokens:
+            record = self._open.get(token.sequence_id.request_id)
+            if record is None or token.position != record.num_tokens:
+                continue  # a repeat, or of a request that has ended
+            self.records.note_token(record, seen_s)
+            if record.num_tokens == record.request.num_output_tokens:
+                passed_on += [*record.held, token]
+                record.held.clear()
+                holding.pop(token.sequence_id, None)
+            elif token.position == 0:
+                passed_on.append(token)
+            else:
+                record.held.append(token)
+                holding[token.sequence_id] = record
+        if passed_on or message.prompts:
+            rest = EmitTokens(tuple(passed_on), message.prompts)
+            self.heap.after(self.scenario.message_s, self._hear, worker, rest)
+
+    def _release(self, worker: SimWorker, sequence_id: SequenceId | None = None) -> None:
+        """Hand the router what was kept back, of one sequence or of all that this worker writes."""
+        holding = self._holding.get(worker.worker_id, {})
+        for each in [sequence_id] if sequence_id is not None else list(holding):
+            record = holding.pop(each, None)
+            if record is not None and record.held:
+                tokens, record.held = tuple(record.held), []
+                self._hear(worker, EmitTokens(tokens))
+
+    def to_peer(self, worker: SimWorker, peer: SimWorker, message: WorkerToWorker) -> None:
+        self.heap.after(self.scenario.message_s, peer.hear_peer, worker, message)
+
+    def route(self, source: SimWorker, target: SimWorker) -> tuple[tuple[str, ...], float]:
+        one, other = self._specs[source.worker_id], self._specs[target.worker_id]
+        resources = (f"{one.name} out", f"{other.name} in")
+        line = self._lines.get((one.site, other.site))
+        latency_s = max(one.nic.latency_s, other.nic.latency_s)
+        if line is None:
+            return resources, latency_s
+        return (*resources, f"{one.site} to {other.site}"), latency_s + line.latency_s
+
+    def note_step(self, worker: SimWorker, plan: StepPlan) -> None:
+        for row in plan.rows:
+            if not row.output_position:
+                record = self._open.get(row.sequence_id.request_id)
+                if record is not None and record.started_s != record.started_s:
+                    record.started_s = self.heap.now_s
+
+    # --- workers and faults ------------------------------------------------------------------------------------
+
+    def _start_worker(self, spec: WorkerSpec) -> None:
+        card, config = _card_and_config(spec, Incarnation(next(self._incarnations)), is_small=self.is_small)
+        old = self.workers.get(card.worker_id)
+        if old is not None:
+            self.ended.append(old)
+        scenario = self.scenario
+        worker = SimWorker(self, card, config, spec.steps, scenario.fidelity, scenario.message_s)
+        self.workers[card.worker_id] = worker
+        self._register(worker)
+
+    def _register(self, worker: SimWorker) -> None:
+        refusal = self.dispatcher.registry.refusal(worker.card)
+        if refusal is None:
+            self._tell(Registered(worker.card))
+        elif refusal.kind is FailureKind.OVERLOADED:  # its predecessor is not known to be dead
+            self.heap.after(RETRY_S, self._register, worker)
+        else:
+            raise InternalFault(f"the router refuses {worker.worker_id}: {refusal.message}")
+
+    def _break(self, fault: Fault) -> None:
+        match fault:
+            case WorkerDies():
+                self._kill(self.workers.get(WorkerId(fault.worker)), fault)
+            case LinkBreaks():
+                self._cut_link(WorkerId(fault.source), WorkerId(fault.target), fault.for_s)
+            case WorkerDrains():
+                worker = self.workers.get(WorkerId(fault.worker))
+                if worker is not None:
+                    self._release(worker)
+                self._tell(DrainAsked(WorkerId(fault.worker)))
+
+    def _kill(self, worker: SimWorker | None, fault: WorkerDies) -> None:
+        if worker is None or not worker.is_alive:
+            return
+        self._release(worker)
+        worker.is_alive = False
+        detect_s = self.scenario.detect_s
+        lost = WorkerLost(worker.worker_id, worker.card.incarnation, "its connection ended")
+        self.heap.after(detect_s, self._tell, lost)
+        for peer in list(worker.peers.values()):
+            self.links.break_pair((worker.worker_id, peer.worker_id))
+            self.heap.after(detect_s, self._part, peer, worker)
+        if fault.restart_after_s is not None:
+            self.heap.after(fault.restart_after_s, self._start_worker, self._specs[fault.worker])
+
+    def _part(self, peer: SimWorker, gone: SimWorker) -> None:
+        if peer.peers.get(gone.worker_id) is not gone:
+            return
+        del peer.peers[gone.worker_id]  # first: what it says now to the one it has lost is not sent
+        self.links.break_pair((gone.worker_id, peer.worker_id))
+        self.links.break_pair((peer.worker_id, gone.worker_id))
+        peer.handle(events.PeerLost(gone.worker_id, gone.card.incarnation, "its connection ended"))
+
+    def _cut_link(self, source: WorkerId, target: WorkerId, for_s: float) -> None:
+        one, other = self.workers.get(source), self.workers.get(target)
+        if one is None or other is None:
+            return
+        self._cut |= {(source, target), (target, source)}
+        self._part(one, other)
+        self._part(other, one)
+        self.heap.after(for_s, self._mend, source, target)
+
+    def _mend(self, source: WorkerId, target: WorkerId) -> None:
+        self._cut -= {(source, target), (target, source)}
+        for record in (self.dispatcher.registry.get(source), self.dispatcher.registry.get(target)):
+            if record is not None:
+                worker = self.workers[record.card.worker_id]
+                self._to_worker(worker, AnnouncePeers(self.dispatcher.registry.peers_to_meet(record.card)))
+
+
+def _dispatcher_config(scenario: Scenario) -> DispatcherConfig:
+    return DispatcherConfig(
+        incarnation=Incarnation(0),
+        tokenizer_digests={model: model for model in scenario.models},
+        local_prefill_tokens=scenario.local_prefill_tokens,
+        max_open_requests=scenario.max_open_requests,
+        max_claimed_share=scenario.max_claimed_share,
+        recovery=scenario.recovery,
+    )
+
+
+def _card_and_config(
+    spec: WorkerSpec, incarnation: Incarnation, *, is_small: bool
+) -> tuple[WorkerCard, SchedulerConfig]:
+    """At large fidelity a chunk, or a cached prefix, is one push."""
+    layout, num_blocks = spec.layout, spec.blocks()
+    pool = PoolCard(spec.model, spec.model, spec.model, Numerics.EXACT, VOCAB_SIZE, spec.max_context)
+    endpoints = (Endpoint(TransportKind.TCP, spec.name),)
+    name = WorkerId(spec.name)
+    card = WorkerCard(name, incarnation, spec.role, pool, layout, num_blocks, spec.name, endpoints)
+    config = SchedulerConfig(
+        worker_id=name,
+        incarnation=incarnation,
+        role=spec.role,
+        model_digest=spec.model,
+        numerics=Numerics.EXACT,
+        layout=layout,
+        num_blocks=num_blocks,
+        max_context=spec.max_context,
+        vocab_size=VOCAB_SIZE,
+        budget=StepBudget(spec.chunk_tokens, spec.mixed_chunk_tokens, spec.max_running, spec.itl_target_s),
+        handoff_mode=spec.handoff_mode,
+        min_push_bytes=spec.min_push_bytes,
+        lease_s=spec.lease_s,
+        answer_headroom=spec.answer_headroom,
+    )
+    if not is_small:
+        config = msgspec.structs.replace(config, max_push_bytes=1 << 62)
+    return card, config

@@ -1,0 +1,219 @@
+"""One worker in virtual time: the real scheduler over a step-time model and shared links."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from disagg.bench.workload import ANSWER_LABEL
+from disagg.core.ids import HandoffId, WorkerId
+from disagg.core.request import EmittedToken
+from disagg.core.roles import HandoffMode
+from disagg.core.spans import Span
+from disagg.protocol.handoff import decode_grant_key
+from disagg.protocol.messages import RouterToWorker, WorkerCard, WorkerToRouter, WorkerToWorker
+from disagg.scheduler import events
+from disagg.scheduler.actions import (
+    Action,
+    OpenGrant,
+    PushSpan,
+    RevokeGrant,
+    RunStep,
+    SendToPeer,
+    SendToRouter,
+    StopPushes,
+)
+from disagg.scheduler.config import SchedulerConfig
+from disagg.scheduler.engine import StepPlan, StepResult
+from disagg.scheduler.scheduler import Scheduler
+from disagg.sim.events import EventHeap
+from disagg.sim.hardware.step_model import StepModel, StepShape
+from disagg.sim.links import Links, Write
+from disagg.sim.scenario import Fidelity
+
+FENCE_S = 1e-5  # from a revoked grant to the transport's word that nothing can land
+
+
+class Surroundings(Protocol):
+    """What a worker's actions go to."""
+
+    heap: EventHeap
+    links: Links
+
+    def to_router(self, worker: "SimWorker", message: WorkerToRouter) -> None: ...
+
+    def to_peer(self, worker: "SimWorker", peer: "SimWorker", message: WorkerToWorker) -> None: ...
+
+    def route(self, source: "SimWorker", target: "SimWorker") -> tuple[tuple[str, ...], float]:
+        """What a transfer uses, and its latency in seconds."""
+
+    def note_step(self, worker: "SimWorker", plan: StepPlan) -> None:
+        """A step begins."""
+
+
+class SimWorker:
+    """One incarnation."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        card: WorkerCard,
+        config: SchedulerConfig,
+        steps: StepModel,
+        fidelity: Fidelity,
+        message_s: float,
+    ) -> None:
+        self._around = around
+        self._heap = around.heap
+        self._steps = steps
+        self._is_small = fidelity is Fidelity.SMALL
+        self._message_s = message_s
+        self.card = card
+        self.scheduler = Scheduler(config)
+        self.is_alive = True
+        self.peers: dict[WorkerId, SimWorker] = {}
+        self.grants: dict[bytes, WorkerId] = {}
+        self.busy_s = 0.0
+        self.num_steps = 0
+        self.num_pushes = 0
+        self._wake_s = float("inf")
+        self._step_began_s = 0.0
+        self._is_finishing = False  # actions now come of a step's end
+        self._perform: dict[type, Callable[..., None]] = {
+            SendToRouter: lambda action: around.to_router(self, action.message),
+            SendToPeer: self._send_to_peer,
+            RunStep: self._run,
+            OpenGrant: self._open_grant,
+            RevokeGrant: self._revoke,
+            PushSpan: self._push,
+            StopPushes: self._stop_pushes,
+        }
+
+    @property
+    def worker_id(self) -> WorkerId:
+        return self.card.worker_id
+
+    def handle(self, event: events.Event) -> None:
+        if not self.is_alive:
+            return
+        now_s, perform = self._heap.now_s, self._perform
+        actions: list[Action] = self.scheduler.handle(event, now_s)
+        for action in actions:
+            perform[type(action)](action)
+        if self._is_small:
+            self.scheduler.check_invariants()
+        wake_s = self.scheduler.next_wake_s()
+        if wake_s < self._wake_s or self._wake_s <= now_s:
+            self._wake_s = wake_s
+            if wake_s < float("inf"):
+                self._heap.at(max(wake_s, now_s + 1e-6), self._wake, wake_s)
+
+    def hear_router(self, message: RouterToWorker) -> None:
+        self.handle(events.RouterMessageReceived(message))
+
+    def hear_peer(self, peer: "SimWorker", message: WorkerToWorker) -> None:
+        """Dropped when the connection it was sent on has ended."""
+        if self.peers.get(peer.worker_id) is peer:
+            self.handle(events.PeerMessageReceived(peer.worker_id, message))
+
+    def _wake(self, wake_s: float) -> None:
+        if self._wake_s == wake_s:
+            self._wake_s = float("inf")
+            self.handle(events.ClockTicked())
+
+    def _send_to_peer(self, action: SendToPeer) -> None:
+        peer = self.peers.get(action.peer)
+        if peer is not None:
+            self._around.to_peer(self, peer, action.message)
+
+    # --- steps -------------------------------------------------------------------------------------------------
+
+    def _run(self, action: RunStep) -> None:
+        plan = action.plan
+        self._around.note_step(self, plan)
+        duration_s = self._steps.step_s(shape_of(plan))
+        self.busy_s += duration_s
+        self.num_steps += 1
+        self._step_began_s = now_s = self._heap.now_s
+        num_layers = self.card.layout.num_layers
+        if self._is_small and plan.report_every:
+            for layers in range(plan.report_every, num_layers, plan.report_every):
+                layers_computed = events.LayersComputed(plan.step_id, layers)
+                self._heap.at(now_s + duration_s * layers / num_layers, self.handle, layers_computed)
+        tokens = tuple(
+            [
+                EmittedToken(row.sequence_id, row.output_position, ANSWER_LABEL)
+                for row in plan.rows
+                if row.sampling is not None
+            ]
+        )
+        finished = events.StepFinished(StepResult(plan.step_id, tokens), duration_s)
+        self._heap.at(now_s + duration_s, self._finish, finished)
+
+    def _finish(self, finished: events.StepFinished) -> None:
+        self._is_finishing = True
+        self.handle(finished)
+        self._is_finishing = False
+
+    # --- grants and writes -------------------------------------------------------------------------------------
+
+    def _open_grant(self, action: OpenGrant) -> None:
+        self.grants[action.grant_key] = action.peer
+
+    def _revoke(self, action: RevokeGrant) -> None:
+        del self.grants[action.grant_key]
+        self._around.links.cancel(action.grant_key)
+        fenced = events.GrantFenced(decode_grant_key(action.grant_key).handoff_id)
+        self._heap.after(FENCE_S, self.handle, fenced)
+
+    def _stop_pushes(self, action: StopPushes) -> None:
+        self._around.links.cancel(action.grant_key)
+        stopped = events.WritesStopped(decode_grant_key(action.grant_key).handoff_id)
+        self._heap.after(FENCE_S, self.handle, stopped)
+
+    def _push(self, action: PushSpan) -> None:
+        peer = self.peers.get(action.peer)
+        if peer is None:
+            self._heap.after(0.0, self._end_write, action.handoff_id, action.number, "not connected")
+            return
+        self.num_pushes += 1
+        resources, latency_s = self._around.route(self, peer)
+        num_bytes, first_s, last_bytes = self.card.layout.span_bytes(action.span), self._heap.now_s, 0
+        if self._is_finishing and not self._is_small and self.scheduler.config.handoff_mode is HandoffMode.LAYERWISE:
+            first_s, last_bytes = self._spread(action.span)
+        pair = (self.worker_id, peer.worker_id)
+        write = Write(action.grant_key, pair, resources, num_bytes, latency_s, first_s, last_bytes)
+        self._around.links.send(write, lambda has_arrived: self._land(peer, action, has_arrived))
+
+    def _spread(self, span: Span) -> tuple[float, int]:
+        """When the first group of layers of the step that has just ended was computed, and bytes of the last one."""
+        layout = self.card.layout
+        layer_bytes = layout.span_bytes(span) / span.num_layers
+        group = min(span.num_layers, max(1, -(-self.scheduler.config.min_push_bytes // max(1, int(layer_bytes)))))
+        num_last = span.num_layers % group or group
+        now_s = self._heap.now_s
+        first_s = self._step_began_s + (now_s - self._step_began_s) * group / span.num_layers
+        return first_s, int(layer_bytes * num_last)
+
+    def _land(self, peer: "SimWorker", action: PushSpan, has_arrived: bool) -> None:
+        is_granted = peer.is_alive and peer.grants.get(action.grant_key) == self.worker_id
+        if has_arrived and is_granted:
+            peer.handle(events.WriteLanded(action.handoff_id, action.span, None))
+            failure = None
+        else:
+            failure = "not granted" if has_arrived else "the transfer was cut off"
+        self._heap.after(self._message_s, self._end_write, action.handoff_id, action.number, failure)
+
+    def _end_write(self, handoff_id: HandoffId, number: int, failure: str | None) -> None:
+        self.handle(events.WriteFinished(handoff_id, number, failure))
+
+
+def shape_of(plan: StepPlan) -> StepShape:
+    """A row that reads one token after the first of an answer is a stream, whatever its history."""
+    prompts: list[tuple[int, int]] = []
+    contexts = num_streams = 0
+    for row in plan.rows:
+        if row.output_position and len(row.token_ids) == 1:
+            num_streams += 1
+            contexts += row.position + 1
+        else:
+            prompts.append((len(row.token_ids), row.position))
+    return StepShape(tuple(prompts), contexts, num_streams)
