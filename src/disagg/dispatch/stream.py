@@ -20,6 +20,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     is_open_ended: bool = False  # max_tokens was not asked for: it may be lowered to what fits
     priority: int = 0
     slo_class: str = "default"
+    tenant: str = ""  # whose turn it is among others of its priority
+    cache_salt: str = ""  # KV is shared only between requests with the same one
 
 
 class TokensDelivered(msgspec.Struct, frozen=True):

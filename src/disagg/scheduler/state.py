@@ -164,7 +164,7 @@ class SchedulerState:
     def _expect_hits(self, sequence: Sequence) -> None:
         if sequence.reads_here:
             hashes = self.extend_hashes(sequence, sequence.num_to_read)
-            sequence.num_expected = self.cache.num_matching_tokens(hashes, sequence.num_to_read - 1)
+            sequence.num_expected = self.cache.num_matching_tokens(hashes, sequence.max_cached_tokens)
 
     def has_taken(self, attempt_id: HandoffId) -> bool:
         """Whether the KV of an attempt that has ended here had come from its peer, whole."""
