@@ -2,7 +2,7 @@
 
 1  start()        router first; its announcement on stdout tells both ports
 2                 then all workers at once, each told where the router listens
-3  wait_ready()   until /health answers 200; a process that ends before that ends the attempt with its own words
+3  wait_ready()   until /ready answers 200; a process that ends before that ends the attempt with its own words
 4  watch()        from then on: kills a worker whose process lives but which the router has not heard of for long
 5  failed()       completes when serving cannot go on: the router, or every worker, was given up
 6  restart()      one worker after the other: drains, ends, starts, is there again

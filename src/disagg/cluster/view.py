@@ -1,4 +1,4 @@
-"""What a router says of the cluster, as its HTTP front serves it under /cluster and /health."""
+"""What a router says of the cluster, as its HTTP front serves it under /cluster and /ready."""
 
 import httpx
 import msgspec
@@ -56,8 +56,8 @@ class RouterWatch:
         self._client = httpx.AsyncClient(base_url=url, timeout=ANSWER_TIMEOUT_S, trust_env=False)
 
     async def is_healthy(self) -> bool:
-        """Whether /health answers 200."""
-        response = await self._get("/health")
+        """Whether /ready answers 200."""
+        response = await self._get("/ready")
         return response is not None and response.status_code == httpx.codes.OK
 
     async def cluster(self) -> ClusterView | None:

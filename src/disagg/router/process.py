@@ -20,6 +20,7 @@ from disagg.modelfiles.fetch import resolve_model
 from disagg.modelfiles.tokenizer import load_tokenizer
 from disagg.policy.recovery import RecoveryLimits
 from disagg.router.app import create_app
+from disagg.router.body import BodyLimits
 from disagg.router.config import Announcement, RouterConfig, encode_announcement
 from disagg.router.listening import listen
 from disagg.router.service import LiveService
@@ -62,7 +63,7 @@ async def _serve(config: RouterConfig, texts: dict[str, ModelText]) -> None:
         text = f"cannot listen on {where}: {error.strerror or error}; choose another --control-port"
         raise ConfigurationError(text) from None
     with ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text") as threads:
-        app = create_app(service, texts, text_threads=threads, max_body_bytes=config.max_body_bytes)
+        app = create_app(service, texts, text_threads=threads, limits=BodyLimits(config.max_body_bytes))
         server = _HttpServer(app)
         running = asyncio.create_task(server.serve(sockets=[http]))
         host, port = http.getsockname()[:2]

@@ -118,11 +118,21 @@ class FakeTokenStream:
             reason = FinishReason.STOP
         if reason is not None:
             self._open.discard(choice)
-        token = EmittedToken(SequenceId(self._request_id, choice), position, token_id, self._logprobs(token_id))
+        sequence_id = SequenceId(self._request_id, choice)
+        scores = self._prompt_logprobs() if (choice, position) == (0, 0) else None
+        token = EmittedToken(sequence_id, position, token_id, self._logprobs(token_id), scores)
         return TokensDelivered(choice, (token,), reason)
 
     def _scripted(self, choice: int) -> tuple[int, ...]:
         return self.script.tokens[choice % len(self.script.tokens)] or self.request.prompt_ids
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Of a token its own id says all."""
+        wanted = self.request.sampling.num_prompt_logprobs
+        if wanted is None:
+            return None
+        tops = [(rank, -0.5 - rank) for rank in range(wanted)]
+        return tuple(TokenLogprobs(-float(token_id), tuple(tops)) for token_id in self.request.prompt_ids[1:])
 
     def _logprobs(self, token_id: int) -> TokenLogprobs | None:
         wanted = self.request.sampling.num_logprobs

@@ -12,7 +12,9 @@ from tests.unit.router.site import MakeSite, Site
 
 from disagg.dispatch.stream import ModelStatus
 from disagg.modelfiles.tokenizer import ModelTokenizer, load_tokenizer
+from disagg.router.access import Access
 from disagg.router.app import create_app
+from disagg.router.body import BodyLimits
 from disagg.router.text import ModelText
 from disagg.testing.generation import FakeGenerationService, Script, ScriptFor, ready
 from disagg.testing.tokenizer_files import write_tiny_tokenizer
@@ -53,6 +55,8 @@ async def make_site(
         script_for: ScriptFor = lambda request: Script(),
         statuses: Sequence[ModelStatus] = (ready("tiny"), ready("bare")),
         max_body_bytes: int = 1 << 20,
+        access: Access | None = None,
+        cors_origins: Sequence[str] = (),
     ) -> Site:
         service = FakeGenerationService(statuses, script_for)
         models = {"tiny": ModelText(tokenizer), "bare": ModelText(load_tokenizer(bare_folder))}
@@ -60,7 +64,9 @@ async def make_site(
             service,
             models,
             text_threads=text_threads,
-            max_body_bytes=max_body_bytes,
+            limits=BodyLimits(max_body_bytes),
+            access=access,
+            cors_origins=cors_origins,
             clock=lambda: 1_700_000_000.0,
             draw_seed=lambda: 77,
         )
