@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from disagg.channel.channel import MAX_SILENT_BEATS
-from disagg.cluster.command_line import router_arguments, worker_arguments
+from disagg.cluster.command_line import router_arguments, router_environment, worker_arguments
 from disagg.cluster.plan import LocalPlan
 from disagg.cluster.process import OnLine, ProcessSpec, Stream
 from disagg.cluster.supervisor import (
@@ -79,7 +79,7 @@ class LocalCluster:
         announcement = await self._unless_exit(self._announced, ROUTER_TIMEOUT_S, "the router to listen")
         # A router that is started again must come back where clients and workers look for it.
         self._supervisor.change(self._router_spec(_with_ports(self._plan.router, announcement)))
-        url = f"http://{_reachable(announcement.http)}"
+        url = f"{announcement.scheme}://{_reachable(announcement.http)}"
         self._watch = RouterWatch(url)
         for worker in self._plan.workers:
             known = msgspec.structs.replace(worker, router_address=_reachable(announcement.control))
@@ -164,7 +164,7 @@ class LocalCluster:
         self._supervisor.check_invariants()
 
     def _router_spec(self, config: RouterConfig) -> ProcessSpec:
-        return ProcessSpec(ROUTER, (*self._program, *router_arguments(config)))
+        return ProcessSpec(ROUTER, (*self._program, *router_arguments(config)), router_environment(config))
 
     async def _poll_ready(self, on_missing: Callable[[str], None]) -> None:
         assert self._watch is not None
