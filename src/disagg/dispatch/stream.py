@@ -63,6 +63,9 @@ class TokenStream(Protocol):
     def events(self) -> AsyncIterator[StreamEvent]:
         """Ends after every choice has finished, or after RequestFailed."""
 
+    def take_ready(self) -> list[StreamEvent]:
+        """Events that are here already, for the reader that has just got one; a failure is not among them."""
+
     def finish_choice(self, choice: int) -> None:
         """Stop one choice whose text matched a stop string; its workers drop it within one step."""
 

@@ -26,6 +26,10 @@ class JournalEntry:
             return ()
         if token.position >= self.spec.sampling.max_tokens:
             return ()
+        if token.position == len(self.tokens) and not self._early:  # nearly always
+            self.tokens.append(token)
+            self.finish = finish_reason(self.spec.sampling, token.token_id, len(self.tokens))
+            return (token,)
         self._early.setdefault(token.position, token)
         fresh: list[EmittedToken] = []
         while self.finish is None and (following := self._early.pop(len(self.tokens), None)) is not None:

@@ -103,7 +103,10 @@ class OpenAnswer:
         )
 
     async def next_pieces(self) -> list[Piece] | None:
-        """Wait for the next event. Raises the DisaggError with which a stream failed."""
+        """Wait for the next event; what else is here by then comes with it, so that a step is one write.
+
+        Raises the DisaggError with which a stream failed.
+        """
         found = await self._events.next()
         if found is None:
             self._has_ended = True
@@ -111,9 +114,16 @@ class OpenAnswer:
             if unfinished:
                 raise InternalFault(f"answer {self.name} ended, but its choices {unfinished} did not finish")
             return None
-        number, event = found
+        pieces = self._pieces(*found)
+        for number, event in self._events.ready():
+            pieces += self._pieces(number, event)
+        return pieces
+
+    def _pieces(self, number: int, event: StreamEvent) -> list[Piece]:
         if isinstance(event, RequestFailed):
             raise event.error
+        if not self._params.echo and self._params.num_scored is None:
+            return self._show(number, event)
         return [piece for each in self._take(number, event) for piece in self._show(number, each)]
 
     def _take(self, number: int, event: TokensDelivered) -> list[TokensDelivered]:
@@ -193,6 +203,9 @@ class _Events(Protocol):
 
     async def next(self) -> tuple[int, StreamEvent] | None: ...
 
+    def ready(self) -> list[tuple[int, StreamEvent]]:
+        """Those that need no waiting, after next() has given one."""
+
     async def close(self) -> None: ...
 
 
@@ -200,12 +213,17 @@ class _SingleEvents:
     """The common case, without a task or queue in between."""
 
     def __init__(self, stream: TokenStream) -> None:
+        self._stream = stream
         self._iterator: AsyncIterator[StreamEvent] = stream.events()
 
     async def next(self) -> tuple[int, StreamEvent] | None:
-        async for event in self._iterator:
-            return 0, event
-        return None
+        try:
+            return 0, await self._iterator.__anext__()
+        except StopAsyncIteration:
+            return None
+
+    def ready(self) -> list[tuple[int, StreamEvent]]:
+        return [(0, event) for event in self._stream.take_ready()]
 
     async def close(self) -> None:
         await _close_iterator(self._iterator)
@@ -226,6 +244,9 @@ class _Merged:
                 return found
             self._num_open -= 1
         return None
+
+    def ready(self) -> list[tuple[int, StreamEvent]]:
+        return []
 
     async def close(self) -> None:
         for task in self._tasks:

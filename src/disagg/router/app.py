@@ -9,14 +9,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Final
 
-from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from disagg import __version__
 from disagg.core.errors import DisaggError
 from disagg.dispatch.stream import GenerationService
 from disagg.router.access import Access
@@ -63,7 +62,7 @@ def create_app(
     cors_origins: Sequence[str] = (),
     clock: Callable[[], float] = time.time,
     draw_seed: Callable[[], int] = draw_random_seed,
-) -> FastAPI:
+) -> ASGIApp:
     """The application over a service.
 
     `models` are the names clients may ask for. `text_threads` runs templates and tokenizers; its owner shuts it down.
@@ -74,21 +73,35 @@ def create_app(
     served = ServedModels(service, models)
     writing = Generation(service, served, access, text_threads, limits, clock, draw_seed)
     telling = Information(service, served, access, text_threads, limits, clock)
-    app = FastAPI(title="disagg", version=__version__, openapi_url=None, docs_url=None, redoc_url=None)
-    app.router.routes.extend(
+    routes = [
         Route(path, _guarded(endpoint), methods=[method]) for method, path, endpoint in _endpoints(writing, telling)
-    )
-    app.add_exception_handler(HTTPException, _on_routing_error)
+    ]
+    app: ASGIApp = _Site(Router(routes, redirect_slashes=False))
     if cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
+        app = CORSMiddleware(
+            app,
             allow_origins=list(cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(RequestIdHeader)
-    return app
+    return RequestIdHeader(app)
+
+
+class _Site:
+    """Routes, and an error object for what is nowhere. Nothing else stands between an endpoint and the socket."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        scope["app"] = self  # the router then raises instead of answering in plain text
+        try:
+            await self._router(scope, receive, send)
+        except HTTPException as error:
+            await _routing_error(Request(scope), error)(scope, receive, send)
 
 
 def _endpoints(writing: Generation, telling: Information) -> tuple[tuple[str, str, Endpoint], ...]:
@@ -127,12 +140,11 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
     return guarded
 
 
-async def _on_routing_error(request: Request, error: Exception) -> Response:
+def _routing_error(request: Request, error: HTTPException) -> Response:
     path = request.url.path
     if path.startswith("/v1/") and path.split("/")[2] in UNSUPPORTED:
         return unsupported_endpoint(path).response()
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    response = routing_error(status, request.method, path).response()
-    if isinstance(error, HTTPException) and error.headers:
+    response = routing_error(error.status_code, request.method, path).response()
+    if error.headers:
         response.headers.update(error.headers)
     return response

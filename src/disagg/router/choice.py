@@ -92,6 +92,8 @@ class ChoiceText:
         if self._is_prompt_only:
             self.finish_reason = FinishReason.LENGTH
             return Piece(self.index, "", (), self.finish_reason)
+        if self._filter is None and finish_reason is None and len(tokens) == 1 and tokens[0].logprobs is None:
+            return self._feed_plain(tokens[0].token_id)
         shown: list[str] = []
         for token in tokens:
             self.num_tokens += 1
@@ -113,6 +115,18 @@ class ChoiceText:
         if not text and not entries and self.finish_reason is None:
             return None
         return Piece(self.index, text, entries, self.finish_reason)
+
+    def _feed_plain(self, token_id: int) -> Piece | None:
+        """The common case: one token more, and nothing to look out for."""
+        self.num_tokens += 1
+        if token_id in self._end_ids:
+            return None
+        text = self._detokenizer.push(token_id)
+        if not text:
+            return None
+        self._num_decoded += len(text)
+        self._num_shown += len(text)
+        return Piece(self.index, text)
 
     def _show(self, delta: str) -> str:
         self._num_decoded += len(delta)

@@ -16,7 +16,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 
 import msgspec
@@ -30,6 +30,7 @@ from disagg.router.answer import OpenAnswer
 from disagg.router.answer_format import AnswerFormat, AnswerHead
 from disagg.router.body import BodyLimits, read_body
 from disagg.router.chat import ChatFormat
+from disagg.router.choice import Piece
 from disagg.router.completions import CompletionFormat
 from disagg.router.fields import JsonObject, read_object
 from disagg.router.http_errors import JSON, http_error
@@ -116,9 +117,10 @@ class Generation:
             writer = form(head, tokenizer)
             if not params.stream:
                 return Response(writer.whole(await answer.collect(), answer.usage), media_type=JSON)
-            opening = await _opening(answer, writer, params)
+            chunks = _Chunks(answer, writer, params)
+            await chunks.open()
             is_handed_over = True
-            return EventStream(_chunks(answer, writer, opening, params), close)
+            return EventStream(chunks.next, close)
         finally:
             if not is_handed_over:
                 await close()
@@ -143,27 +145,40 @@ def _of(caller: Caller, request: GenerateRequest) -> GenerateRequest:
     )
 
 
-async def _opening(answer: OpenAnswer, writer: AnswerFormat, params: SharedParams) -> bytes:
-    """The first bytes of a stream, once the first event is there."""
-    pieces = await answer.next_pieces()
-    usage = answer.usage if params.continuous_usage else None
-    return writer.opening(answer.num_choices) + b"".join(writer.piece(piece, usage) for piece in pieces or ())
-
-
-async def _chunks(
-    answer: OpenAnswer, writer: AnswerFormat, opening: bytes, params: SharedParams
-) -> AsyncGenerator[bytes, None]:
+class _Chunks:
     """Events of one stream. After a failure an error event is the last one: without [DONE] it is no whole answer."""
-    if opening:
-        yield opening
-    try:
-        while (pieces := await answer.next_pieces()) is not None:
-            if pieces:
-                usage = answer.usage if params.continuous_usage else None
-                yield b"".join([writer.piece(piece, usage) for piece in pieces])
-    except Exception as error:
-        if not isinstance(error, DisaggError):
-            _log.exception("answer %s broke", answer.name)
-        yield event(http_error(error).json)
-        return
-    yield (writer.usage(answer.usage) if params.include_usage else b"") + DONE
+
+    def __init__(self, answer: OpenAnswer, writer: AnswerFormat, params: SharedParams) -> None:
+        self._answer = answer
+        self._writer = writer
+        self._params = params
+        self._opening: bytes | None = None
+        self._is_over = False
+
+    async def open(self) -> None:
+        """Wait for the first event. Raises the DisaggError with which the answer failed before it."""
+        pieces = await self._answer.next_pieces()
+        self._opening = self._writer.opening(self._answer.num_choices) + self._written(pieces or ())
+
+    async def next(self) -> bytes | None:
+        """What follows; "" when an event shows nothing, None after the last."""
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            return opening
+        if self._is_over:
+            return None
+        try:
+            pieces = await self._answer.next_pieces()
+        except Exception as error:
+            if not isinstance(error, DisaggError):
+                _log.exception("answer %s broke", self._answer.name)
+            self._is_over = True
+            return event(http_error(error).json)
+        if pieces is not None:
+            return self._written(pieces)
+        self._is_over = True
+        return (self._writer.usage(self._answer.usage) if self._params.include_usage else b"") + DONE
+
+    def _written(self, pieces: Sequence[Piece]) -> bytes:
+        usage = self._answer.usage if self._params.continuous_usage else None
+        return b"".join([self._writer.piece(piece, usage) for piece in pieces])

@@ -88,6 +88,9 @@ class FakeTokenStream:
                     yield self._deliver(choice, position)
             position += 1
 
+    def take_ready(self) -> list[StreamEvent]:
+        return []
+
     def finish_choice(self, choice: int) -> None:
         self.finished_choices.append(choice)
         self._open.discard(choice)
