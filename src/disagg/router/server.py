@@ -34,6 +34,7 @@ class HttpServer(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 lifespan="off",
                 timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # whole seconds are not needed
                 timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
