@@ -109,6 +109,7 @@ class FakeTokenStream:
         assert all(0 <= choice < self.request.num_choices for choice in self.finished_choices)
 
     async def _pass_gate(self) -> None:
+        await asyncio.sleep(0)  # as a real stream lets others run while it waits for its workers
         if self.script.held_after is not None and self.num_events >= self.script.held_after:
             self.held.set()
             await self._released.wait()

@@ -19,6 +19,8 @@ from disagg.router.text import ModelText
 from disagg.testing.generation import FakeGenerationService, Script, ScriptFor, ready
 from disagg.testing.tokenizer_files import write_tiny_tokenizer
 
+SMALL_BODIES = BodyLimits(1 << 20)
+
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
@@ -54,7 +56,7 @@ async def make_site(
     def make(
         script_for: ScriptFor = lambda request: Script(),
         statuses: Sequence[ModelStatus] = (ready("tiny"), ready("bare")),
-        max_body_bytes: int = 1 << 20,
+        limits: BodyLimits = SMALL_BODIES,
         access: Access | None = None,
         cors_origins: Sequence[str] = (),
     ) -> Site:
@@ -64,7 +66,7 @@ async def make_site(
             service,
             models,
             text_threads=text_threads,
-            limits=BodyLimits(max_body_bytes),
+            limits=limits,
             access=access,
             cors_origins=cors_origins,
             clock=lambda: 1_700_000_000.0,

@@ -4,6 +4,7 @@ import pytest
 from tests.unit.router.site import MakeSite, Site
 
 from disagg import __version__
+from disagg.router.body import BodyLimits
 from disagg.testing.generation import not_ready, ready
 
 
@@ -70,7 +71,7 @@ async def test_routing_errors(site: Site, method: str, path: str, status: int, c
 
 
 async def test_body_limit(make_site: MakeSite) -> None:
-    site = make_site(max_body_bytes=1000)
+    site = make_site(limits=BodyLimits(1000))
     assert (await site.complete(prompt="x" * 500)).status_code == 200
     declared = await site.complete(prompt="x" * 2000)
 
