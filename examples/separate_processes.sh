@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Router and workers as separate commands, as you would start them on separate terminals or machines.
-# Any order works: workers wait for the router, the router says in /health what is missing. Ctrl-C stops all three.
+# Any order works: workers wait for the router, the router says in /ready what is missing. Ctrl-C stops all three.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 disagg=.venv/bin/disagg
@@ -11,8 +11,8 @@ trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 "$disagg" router --model smollm2 --port 8000 --control-port 8001 --local-prefill-tokens 0 &
 
 for _ in $(seq 120); do
-  curl --silent --fail http://127.0.0.1:8000/health >/dev/null && break
-  curl --silent http://127.0.0.1:8000/health | head -c 200 || true
+  curl --silent --fail http://127.0.0.1:8000/ready >/dev/null && break
+  curl --silent http://127.0.0.1:8000/ready | head -c 200 || true
   echo
   sleep 1
 done

@@ -79,7 +79,8 @@ class Front:
         return msgspec.json.decode(self.client.get("/cluster").content, type=ClusterView)
 
     def health(self) -> httpx.Response:
-        return self.client.get("/health")
+        """How it stands: 200 once a model can answer."""
+        return self.client.get("/ready")
 
     def is_idle(self, num_workers: int) -> bool:
         """Nothing is open anywhere and every block is free or cached."""

@@ -1,4 +1,4 @@
-"""Router, prefill and decode worker started in every order: /health is truthful at each stage, nothing is stranded."""
+"""Router, prefill and decode worker started in every order: /ready is truthful at each stage, nothing is stranded."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ ORDERS = tuple(itertools.permutations(PARTS))
 MAX_DELAY_S = 2.0
 NUM_AT_ONCE = 3
 
-# What /health may name as missing, by the workers that must have been started for it to be true.
+# What /ready may name as missing, by the workers that must have been started for it to be true.
 NOBODY = "no worker has registered"
 PREFILL_ONLY = "a prefill worker is here, no decode worker has registered"
 DECODE_ONLY = "a decode worker is here, no prefill worker has registered"
@@ -38,7 +38,7 @@ NEEDS = {
 
 
 class Watch:
-    """Looks at /health and checks each answer against what has been started so far."""
+    """Looks at /ready and checks each answer against what has been started so far."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -86,7 +86,7 @@ class Watch:
 
 
 def start_in_order(order: tuple[str, ...], model: Path) -> list[str]:
-    """One whole life of one cluster; what /health said."""
+    """One whole life of one cluster; what /ready said."""
     chance = random.Random("-".join(order))
     port, control_port = free_ports(2)
     control = f"127.0.0.1:{control_port}"

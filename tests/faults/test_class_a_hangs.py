@@ -14,7 +14,7 @@ A7   A stalled transfer holds up itself. Bytes move on threads of their own; the
 A8   Blocks of a pending push are held by their sequence, so that nothing can evict them until the transport is done.
 A11  A prompt may be cut into any chunks: pushes follow the chunks, and positions, not counts, say what is missing.
 A12  No order of events that delays can bring about leaves a request behind.
-A13  /health reads the router's own tables: no worker is asked, nothing is generated. It says what could be served now.
+A13  /ready reads the router's own tables: no worker is asked, nothing is generated. It says what could be served now.
 A14  A prompt's KV may be any number of times what the transport has under way: pushes are cut and wait their turn.
 ==== ==============================================================================================================
 """
@@ -419,7 +419,7 @@ async def test_a13_health_is_quick_and_truthful_while_all_work_is_parked_in_tran
         app = create_app(served, {loopback.MODEL: text}, text_threads=threads)
         transport = httpx.ASGITransport(app=app)
         client = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://test"))
-        assert (await client.get("/health")).status_code == httpx.codes.SERVICE_UNAVAILABLE
+        assert (await client.get("/ready")).status_code == httpx.codes.SERVICE_UNAVAILABLE
         async with (
             live_worker("d", Role.DECODE, address, engine) as decode,
             live_worker("p", Role.PREFILL, address) as prefill,
@@ -437,7 +437,7 @@ async def test_a13_health_is_quick_and_truthful_while_all_work_is_parked_in_tran
                 before = states()
                 for _ in range(30):
                     began_s = time.monotonic()
-                    response = await client.get("/health")
+                    response = await client.get("/ready")
                     assert response.status_code == httpx.codes.OK
                     assert time.monotonic() - began_s < 1.0
                 assert states() == before
@@ -446,7 +446,7 @@ async def test_a13_health_is_quick_and_truthful_while_all_work_is_parked_in_tran
             for request, stream in parked:
                 await loopback.read_whole(request, stream)
         await until(lambda: not served.models()[0].is_ready)
-        gone = await client.get("/health")
+        gone = await client.get("/ready")
         assert gone.status_code == httpx.codes.SERVICE_UNAVAILABLE
         assert "no worker has registered" in gone.json()["missing"]
 

@@ -52,7 +52,7 @@ def test_serving_goes_on_when_its_log_cannot_be_written(tiny: Path, free_port: i
             except httpx.TransportError:
                 return False
 
-        wait_until(is_ready, TIMEOUT_S, "/health to answer 200")
+        wait_until(is_ready, TIMEOUT_S, "/ready to answer 200")
         assert front.complete(MODEL, [4, 5, 6], 5) == front.complete(MODEL, [4, 5, 6], 5)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30.0) == 0

@@ -45,6 +45,15 @@ class Reference:
         return found
 
 
+def prompt_logprobs(path: Path, prompt: Sequence[int]) -> list[tuple[float, float]]:
+    """(natural-log probability of the token, of the likeliest one) at each place of a prompt after the first."""
+    with torch.inference_mode():
+        logits: Tensor = _load(path)(torch.tensor([prompt])).logits[0, :-1]
+    logs = torch.log_softmax(logits.double(), dim=-1)
+    chosen = logs[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:], dtype=torch.int64)]
+    return list(zip(chosen.tolist(), logs.max(dim=-1).values.tolist(), strict=True))
+
+
 def _load(path: Path) -> PreTrainedModel:
     model: PreTrainedModel
     if path.is_dir():

@@ -6,10 +6,12 @@ import typer
 
 from disagg.core.formats import Kernels, KvDtype, Weights
 from disagg.core.roles import HandoffMode, Numerics
+from disagg.router.config import API_KEYS_VARIABLE
 
 MODEL = "Model"
 POOLS = "Workers"
 NETWORK = "Addresses"
+ACCESS = "Access"
 MEMORY = "Memory"
 STEPS = "Batching"
 HANDOFF = "Hand-off"
@@ -48,6 +50,33 @@ ControlPort = Annotated[
 ]
 MaxBodyBytes = Annotated[
     str, typer.Option("--max-body-bytes", help="Largest request body, such as 8M.", rich_help_panel=NETWORK)
+]
+MaxJsonDepth = Annotated[int, typer.Option(help="Deepest nesting of a body's JSON.", rich_help_panel=NETWORK)]
+HeaderTimeoutS = Annotated[
+    float, typer.Option(help="Seconds a client gets to send its headers.", rich_help_panel=NETWORK)
+]
+BodyTimeoutS = Annotated[float, typer.Option(help="Seconds a client gets to send its body.", rich_help_panel=NETWORK)]
+WriteTimeoutS = Annotated[
+    float, typer.Option(help="Seconds a client gets to read what waits for it.", rich_help_panel=NETWORK)
+]
+ApiKey = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key",
+        envvar=API_KEYS_VARIABLE,
+        show_envvar=True,
+        help="A key that clients must send; may be given again. None and no file: nobody needs one.",
+        rich_help_panel=ACCESS,
+    ),
+]
+ApiKeysFile = Annotated[str, typer.Option(help="TOML file with keys and what each may do.", rich_help_panel=ACCESS)]
+TlsCert = Annotated[str, typer.Option(help="PEM certificate: HTTPS instead of HTTP.", rich_help_panel=ACCESS)]
+TlsKey = Annotated[str, typer.Option(help="PEM private key of --tls-cert.", rich_help_panel=ACCESS)]
+CorsOrigin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors-origin", help="Origin whose pages may ask, or '*'; may be given again.", rich_help_panel=ACCESS
+    ),
 ]
 MaxOpenRequests = Annotated[
     int, typer.Option(help="Requests in flight; one more gets HTTP 429.", rich_help_panel=NETWORK)

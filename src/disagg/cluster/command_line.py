@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from disagg.router.config import RouterConfig
+from disagg.router.config import API_KEYS_VARIABLE, RouterConfig
 from disagg.worker.config import WorkerConfig
 
 _RENAMED = {"kv_memory_bytes": "--kv-memory"}
@@ -19,7 +19,13 @@ def worker_arguments(config: WorkerConfig) -> tuple[str, ...]:
 def router_arguments(config: RouterConfig) -> tuple[str, ...]:
     """Arguments after `python -m disagg`."""
     models = tuple(part for name, path in config.models for part in ("--model", f"{name}={path}"))
-    return ("router", *models, *_flags(config, skipped=("models",)))
+    origins = tuple(part for origin in config.cors_origins for part in ("--cors-origin", origin))
+    return ("router", *models, *origins, *_flags(config, skipped=("models", "cors_origins", "api_keys")))
+
+
+def router_environment(config: RouterConfig) -> tuple[tuple[str, str], ...]:
+    """What other users of the machine must not read off a command line."""
+    return ((API_KEYS_VARIABLE, " ".join(config.api_keys)),) if config.api_keys else ()
 
 
 def _flags(config: msgspec.Struct, skipped: Collection[str]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 1  start()        router first; its announcement on stdout tells both ports
 2                 then all workers at once, each told where the router listens
-3  wait_ready()   until /health answers 200; a process that ends before that ends the attempt with its own words
+3  wait_ready()   until /ready answers 200; a process that ends before that ends the attempt with its own words
 4  watch()        from then on: kills a worker whose process lives but which the router has not heard of for long
 5  failed()       completes when serving cannot go on: the router, or every worker, was given up
 6  restart()      one worker after the other: drains, ends, starts, is there again
@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from disagg.channel.channel import MAX_SILENT_BEATS
-from disagg.cluster.command_line import router_arguments, worker_arguments
+from disagg.cluster.command_line import router_arguments, router_environment, worker_arguments
 from disagg.cluster.plan import LocalPlan
 from disagg.cluster.process import OnLine, ProcessSpec, Stream
 from disagg.cluster.supervisor import (
@@ -79,7 +79,7 @@ class LocalCluster:
         announcement = await self._unless_exit(self._announced, ROUTER_TIMEOUT_S, "the router to listen")
         # A router that is started again must come back where clients and workers look for it.
         self._supervisor.change(self._router_spec(_with_ports(self._plan.router, announcement)))
-        url = f"http://{_reachable(announcement.http)}"
+        url = f"{announcement.scheme}://{_reachable(announcement.http)}"
         self._watch = RouterWatch(url)
         for worker in self._plan.workers:
             known = msgspec.structs.replace(worker, router_address=_reachable(announcement.control))
@@ -164,7 +164,7 @@ class LocalCluster:
         self._supervisor.check_invariants()
 
     def _router_spec(self, config: RouterConfig) -> ProcessSpec:
-        return ProcessSpec(ROUTER, (*self._program, *router_arguments(config)))
+        return ProcessSpec(ROUTER, (*self._program, *router_arguments(config)), router_environment(config))
 
     async def _poll_ready(self, on_missing: Callable[[str], None]) -> None:
         assert self._watch is not None

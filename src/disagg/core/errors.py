@@ -7,8 +7,11 @@
       RequestError            what the client sent
         InvalidRequest        400
         ModelNotFound         404
+        NotAuthenticated      401: no key, or none of ours
+        NotAllowed            403: the key does not allow this
       Unavailable             503 (or 429 for Overloaded): come back after retry_after_s
         Overloaded
+          RateLimited         429: this client has asked for more than it may in a minute
       PeerFault               the other process is at fault or gone
         PeerLost
         ProtocolViolation
@@ -55,6 +58,14 @@ class ModelNotFound(RequestError):
     """HTTP 404."""
 
 
+class NotAuthenticated(RequestError):
+    """HTTP 401."""
+
+
+class NotAllowed(RequestError):
+    """HTTP 403."""
+
+
 class Unavailable(DisaggError):
     """Nothing can serve this now. HTTP 503 with Retry-After."""
 
@@ -65,6 +76,10 @@ class Unavailable(DisaggError):
 
 class Overloaded(Unavailable):
     """Too much is asked at once. HTTP 429 with Retry-After."""
+
+
+class RateLimited(Overloaded):
+    """One client's share is used up, others' are not. HTTP 429 with Retry-After."""
 
 
 class PeerFault(DisaggError):

@@ -40,6 +40,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     )
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its score); each id once
     min_tokens: int = 0  # tokens of the answer before a stop id can be chosen
+    num_prompt_logprobs: int | None = None  # of the prompt's tokens after the first; counted like num_logprobs
 
     @property
     def is_greedy(self) -> bool:
@@ -59,12 +60,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EmittedToken(msgspec.Struct, frozen=True, array_like=True):
-    """The token at one output position (0 is the first token of the answer)."""
+    """The token at one output position (0 is the first token of the answer).
+
+    What was asked about the prompt travels with the first token: whoever has that one has all.
+    """
 
     sequence_id: SequenceId
     position: int
     token_id: int
     logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of prompt tokens 1, 2, ...
 
 
 class SequenceSpec(msgspec.Struct, frozen=True, array_like=True):

@@ -1,5 +1,7 @@
 """One client request while it is open: its choices, who works on each, and what became of them."""
 
+import msgspec
+
 from disagg.core.errors import InternalFault
 from disagg.core.ids import RequestId, SequenceId, WorkerId
 from disagg.core.request import SequenceSpec
@@ -117,14 +119,18 @@ class OpenRequest:
     def __init__(self, request_id: RequestId, request: GenerateRequest, now_s: float) -> None:
         self.request_id = request_id
         self.model = request.model
+        # The choices have one prompt: the first one gives what is asked about it.
+        unscored = msgspec.structs.replace(request.sampling, num_prompt_logprobs=None)
         self.choices = tuple(
             Choice(
                 SequenceSpec(
                     SequenceId(request_id, index),
                     request.prompt_ids,
-                    request.sampling,
+                    request.sampling if index == 0 else unscored,
                     request.priority,
                     request.slo_class,
+                    request.tenant,
+                    request.cache_salt,
                 ),
                 now_s,
             )
@@ -139,7 +145,8 @@ class OpenRequest:
 
     @property
     def num_cached_tokens(self) -> int:
-        return max(choice.num_cached_tokens for choice in self.choices)
+        # What a later choice finds cached may be what the first one has computed.
+        return self.choices[0].num_cached_tokens
 
     def check_invariants(self) -> None:
         if not any(choice.is_open for choice in self.choices):

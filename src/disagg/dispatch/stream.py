@@ -20,6 +20,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     is_open_ended: bool = False  # max_tokens was not asked for: it may be lowered to what fits
     priority: int = 0
     slo_class: str = "default"
+    tenant: str = ""  # whose turn it is among others of its priority
+    cache_salt: str = ""  # KV is shared only between requests with the same one
 
 
 class TokensDelivered(msgspec.Struct, frozen=True):
@@ -60,6 +62,9 @@ class TokenStream(Protocol):
 
     def events(self) -> AsyncIterator[StreamEvent]:
         """Ends after every choice has finished, or after RequestFailed."""
+
+    def take_ready(self) -> list[StreamEvent]:
+        """Events that are here already, for the reader that has just got one; a failure is not among them."""
 
     def finish_choice(self, choice: int) -> None:
         """Stop one choice whose text matched a stop string; its workers drop it within one step."""

@@ -10,6 +10,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from disagg.core.errors import ConfigurationError, InternalFault
 from disagg.core.formats import Kernels, KvDtype, Weights
@@ -25,13 +26,13 @@ from disagg.engine.native_attention import NativeAttention
 from disagg.engine.operations import NativeOperations, Operations, TorchOperations
 from disagg.engine.penalties import Tally, TallyTable
 from disagg.engine.rotary import rotary_tables
-from disagg.engine.sampler import Sample, SampleRequest, sample
+from disagg.engine.sampler import Sample, SampleRequest, sample, token_logprobs
 from disagg.engine.step import LayerDone, StepTensors, make_step
 from disagg.engine.tables import BlockTables
 from disagg.engine.weights import load_weights
 from disagg.kvcache.memory import Memory
 from disagg.modelfiles.config import ModelConfig
-from disagg.scheduler.engine import OnLayers, StepPlan, StepResult, StepRow
+from disagg.scheduler.engine import OnLayers, RowScores, StepPlan, StepResult, StepRow
 
 NATIVE_HEAD_DIM = 16  # the native kernels take multiples of it
 
@@ -133,9 +134,12 @@ class TorchEngine:
             self._library.set_num_threads(torch.get_num_threads())
         placed = self._place(plan)
         sampling = [item for item in placed if item.row.sampling is not None]
+        scoring = [item for item in placed if item.row.scoring is not None and item.row.scoring.following_ids]
         requests = self._requests(sampling)
-        logits = self._model.forward(self._tensors(placed, sampling), self._layer_done(on_layers, plan=plan))
-        return StepResult(plan.step_id, _tokens(plan, sampling, sample(logits, requests)))
+        tensors = self._tensors(placed, sampling, scoring)
+        logits = self._model.forward(tensors, self._layer_done(on_layers, plan=plan))
+        tokens = _tokens(plan, sampling, sample(logits[: len(sampling)], requests))
+        return StepResult(plan.step_id, tokens, _scores(scoring, logits[len(sampling) :]))
 
     def _layer_done(self, on_layers: OnLayers, *, plan: StepPlan) -> LayerDone:
         def layer_done(layer: int) -> None:
@@ -181,13 +185,16 @@ class TorchEngine:
                 raise InternalFault(f"row of {row.sequence_id} has {ids}, the vocabulary has 0 to {last}")
         raise InternalFault("no row has a token outside of the vocabulary")
 
-    def _tensors(self, placed: Sequence[_Placed], sampling: Sequence[_Placed]) -> StepTensors:
+    def _tensors(
+        self, placed: Sequence[_Placed], sampling: Sequence[_Placed], scoring: Sequence[_Placed]
+    ) -> StepTensors:
         tokens = np.fromiter(chain.from_iterable(item.row.token_ids for item in placed), np.int64)
         if tokens.min() < 0 or tokens.max() >= self.config.vocab_size:
             self._refuse_tokens(placed)
         spans, sampled = [span for _, span in placed], [span for _, span in sampling]
+        scored = [(span.start, span.start + len(_following(row))) for row, span in scoring]
         block_size = self.layout.block_size
-        return make_step(tokens, spans, sampled, self._tables, block_size, self._attention, self.device)
+        return make_step(tokens, spans, sampled, self._tables, block_size, self._attention, self.device, scored)
 
     def _requests(self, sampling: Sequence[_Placed]) -> list[SampleRequest]:
         requests = [
@@ -224,6 +231,26 @@ def _tokens(plan: StepPlan, sampling: Sequence[_Placed], samples: Sequence[Sampl
         for (row, _), result in drawn
     }
     return tuple(by_sequence[row.sequence_id] for row in plan.rows if row.sampling is not None)
+
+
+def _following(row: StepRow) -> tuple[int, ...]:
+    following = row.scoring.following_ids if row.scoring is not None else ()
+    if len(following) > len(row.token_ids):
+        raise InternalFault(f"row of {row.sequence_id} has {len(following)} scores of {len(row.token_ids)} tokens")
+    return following
+
+
+def _scores(scoring: Sequence[_Placed], logits: Tensor) -> tuple[RowScores, ...]:
+    """logits [S, vocab_size] of the rows' tokens one after the other."""
+    found: list[RowScores] = []
+    start = 0
+    for row, _ in scoring:
+        assert row.scoring is not None  # that is how they were chosen
+        following = row.scoring.following_ids
+        logprobs = token_logprobs(logits[start : start + len(following)], following, row.scoring.num_top)
+        found.append(RowScores(row.sequence_id, logprobs))
+        start += len(following)
+    return tuple(found)
 
 
 def _checked_device(device: str) -> torch.device:

@@ -62,7 +62,7 @@ def sample(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sample]:
         edit(scores, [Edit(wish.params, wish.output_position, wish.tally) for wish in wishes])
         token_ids[edited] = _choose(scores, wishes)
     chosen = token_ids.tolist()
-    logprobs = _logprobs(logits, requests, token_ids)
+    logprobs = _logprobs(logits, _wanted(requests), token_ids)
     return [Sample(token_id, logprobs.get(row)) for row, token_id in enumerate(chosen)]
 
 
@@ -218,10 +218,20 @@ def _race(lists: _Lists, draws: _Draws) -> Ids:
     return np.where(noisy.max(axis=1) > -np.inf, winners, draws.likeliest)
 
 
-def _logprobs(logits: Tensor, requests: Sequence[SampleRequest], token_ids: Ids) -> dict[int, TokenLogprobs]:
-    """Natural logs of the softmax of unchanged scores, likeliest first, ties to lower ids; by row, where wanted."""
+def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+    """Of one known token per row of logits [S, vocab_size], and of the num_top likeliest at its place."""
+    asked = np.array([(row, num_top) for row in range(len(token_ids))], np.int64).reshape(-1, 2)
+    return tuple(_logprobs(logits, asked, np.array(token_ids, np.int64)).values())
+
+
+def _wanted(requests: Sequence[SampleRequest]) -> Ids:
+    """(row, how many of the likeliest) of the rows that want log probabilities."""
     wanted = [(row, each.params.num_logprobs) for row, each in enumerate(requests)]
-    asked = np.array([(row, number) for row, number in wanted if number is not None], np.int64).reshape(-1, 2)
+    return np.array([(row, number) for row, number in wanted if number is not None], np.int64).reshape(-1, 2)
+
+
+def _logprobs(logits: Tensor, asked: Ids, token_ids: Ids) -> dict[int, TokenLogprobs]:
+    """Natural logs of the softmax of unchanged scores, likeliest first, ties to lower ids; by row, in order."""
     found: dict[int, TokenLogprobs] = {}
     for tile in _tiles(len(asked), logits):
         rows, numbers = asked[tile].T

@@ -1,6 +1,7 @@
 """A step as tensors on the device."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ LayerDone = Callable[[int], None]  # called with a layer's index once its keys a
 
 
 class StepTensors(NamedTuple):
-    """M tokens of all sequences of the step, S of them sampled."""
+    """M tokens of all sequences of the step; the scores of S of them are wanted."""
 
     tokens: Tensor  # [M] token ids
     positions: Tensor  # [M]
@@ -32,15 +33,20 @@ def make_step(
     block_size: int,
     attention: AttentionBackend,
     device: torch.device,
+    scored: Sequence[tuple[int, int]] = (),
 ) -> StepTensors:
-    """Of at least one span; the last token of each span in `sampled` is sampled."""
+    """Of at least one span. Scores are wanted of the last token of each span in `sampled`, then of the tokens
+    [start, stop) of the step for each of `scored`.
+    """
     starts, counts, firsts, rows = np.array(spans, np.int64).T
     positions = np.arange(len(tokens)) + np.repeat(firsts - starts, counts)
     slots = tables.slots(np.repeat(rows, counts), positions, block_size)
+    wanted = [start + count - 1 for start, count, _, _ in sampled]
+    wanted += chain.from_iterable(range(start, stop) for start, stop in scored)
     return StepTensors(
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
         slots=torch.from_numpy(slots).to(device),
-        sampled=torch.tensor([start + count - 1 for start, count, _, _ in sampled], dtype=torch.int64, device=device),
+        sampled=torch.tensor(wanted, dtype=torch.int64, device=device),
         attention=attention.plan(spans),
     )

@@ -13,9 +13,17 @@ import msgspec
 
 from disagg.core.errors import DisaggError, InternalFault
 from disagg.core.request import FinishReason
-from disagg.dispatch.stream import GenerateRequest, GenerationService, RequestFailed, StreamEvent, TokenStream
+from disagg.dispatch.stream import (
+    GenerateRequest,
+    GenerationService,
+    RequestFailed,
+    StreamEvent,
+    TokensDelivered,
+    TokenStream,
+)
 from disagg.modelfiles.tokenizer import ModelTokenizer
-from disagg.router.choice import ChoiceText, Piece, TokenEntry
+from disagg.router.choice import ChoiceText, EchoedPrompt, Piece, TokenEntry
+from disagg.router.openai_types import SharedParams
 from disagg.router.stop_strings import StopAutomaton
 
 _MAX_MERGED: Final = 64  # events that wait for a slow client, before the streams themselves hold them
@@ -36,6 +44,7 @@ class WholeChoice(msgspec.Struct, frozen=True):
     text: str
     entries: tuple[TokenEntry, ...]
     finish_reason: FinishReason
+    prompt: EchoedPrompt | None = None  # where its log probabilities are wanted
 
 
 class OpenAnswer:
@@ -46,18 +55,34 @@ class OpenAnswer:
         service: GenerationService,
         requests: Sequence[GenerateRequest],
         tokenizer: ModelTokenizer,
-        stop: Sequence[str],
+        params: SharedParams,
+        texts: Sequence[str | None],
     ) -> None:
-        """Submit everything. Raises what the service raises; then nothing stays submitted."""
+        """Submit everything. Raises what the service raises; then nothing stays submitted.
+
+        `texts` are the prompts as the client wrote them; None where it gave token ids.
+        """
+        self._params = params
+        self._prompts = [EchoedPrompt(each.prompt_ids, text, None) for each, text in zip(requests, texts, strict=True)]
+        self._held: dict[int, list[TokensDelivered]] = {}  # by prompt: what came before the prompt's scores
         self._num_prompt_tokens = sum(len(request.prompt_ids) for request in requests)
         self._num_choices = requests[0].num_choices
         self._streams = _submit_all(service, requests)
         self._events: _Events = _SingleEvents(self._streams[0]) if len(self._streams) == 1 else _Merged(self._streams)
-        stops = StopAutomaton(stop) if stop else None
+        stops = StopAutomaton(params.stop) if params.stop else None
+        ends = requests[0].sampling.stop_token_ids
         self._choices = [
-            ChoiceText(index, tokenizer, stops, requests[0].sampling.stop_token_ids)
+            ChoiceText(
+                index,
+                tokenizer,
+                stops,
+                ends,
+                min_tokens=params.min_tokens,
+                is_prompt_only=params.is_prompt_only,
+            )
             for index in range(self._num_choices * len(requests))
         ]
+        self._unechoed = set(range(len(self._choices))) if params.echo else set()
         self._has_ended = False
 
     @property
@@ -78,7 +103,10 @@ class OpenAnswer:
         )
 
     async def next_pieces(self) -> list[Piece] | None:
-        """Wait for the next event. Raises the DisaggError with which a stream failed."""
+        """Wait for the next event; what else is here by then comes with it, so that a step is one write.
+
+        Raises the DisaggError with which a stream failed.
+        """
         found = await self._events.next()
         if found is None:
             self._has_ended = True
@@ -86,15 +114,44 @@ class OpenAnswer:
             if unfinished:
                 raise InternalFault(f"answer {self.name} ended, but its choices {unfinished} did not finish")
             return None
-        number, event = found
+        pieces = self._pieces(*found)
+        for number, event in self._events.ready():
+            pieces += self._pieces(number, event)
+        return pieces
+
+    def _pieces(self, number: int, event: StreamEvent) -> list[Piece]:
         if isinstance(event, RequestFailed):
             raise event.error
+        if not self._params.echo and self._params.num_scored is None:
+            return self._show(number, event)
+        return [piece for each in self._take(number, event) for piece in self._show(number, each)]
+
+    def _take(self, number: int, event: TokensDelivered) -> list[TokensDelivered]:
+        """Events of prompt `number` that can be shown now: nothing is, before the scores of its prompt are here."""
+        if self._params.num_scored is None or self._prompts[number].scores is not None:
+            return [event]
+        scores = event.tokens[0].prompt_logprobs if event.tokens else None
+        held = self._held.setdefault(number, [])
+        if scores is None:
+            held.append(event)
+            return []
+        self._prompts[number] = msgspec.structs.replace(self._prompts[number], scores=scores)
+        del self._held[number]
+        return [event, *held]
+
+    def _show(self, number: int, event: TokensDelivered) -> list[Piece]:
         choice = self._choices[number * self._num_choices + event.choice]
+        pieces: list[Piece] = []
+        if choice.index in self._unechoed:
+            self._unechoed.discard(choice.index)
+            prompt = self._prompts[number]
+            is_scored = self._params.num_logprobs is not None
+            pieces.append(choice.echo(prompt if is_scored else msgspec.structs.replace(prompt, scores=None)))
         was_finished = choice.finish_reason is not None
         piece = choice.feed(event.tokens, event.finish_reason)
         if choice.is_stopped_by_text and not was_finished and event.finish_reason is None:
             self._streams[number].finish_choice(event.choice)
-        return [] if piece is None else [piece]
+        return pieces if piece is None else [*pieces, piece]
 
     async def collect(self) -> list[WholeChoice]:
         """Wait for the whole answer."""
@@ -102,7 +159,16 @@ class OpenAnswer:
         while (found := await self.next_pieces()) is not None:
             for piece in found:
                 pieces[piece.index].append(piece)
-        return [_join(parts) for parts in pieces]
+        return [self._join(parts) for parts in pieces]
+
+    def _join(self, pieces: Sequence[Piece]) -> WholeChoice:
+        reason = pieces[-1].finish_reason
+        assert reason is not None  # next_pieces has checked that every choice finished
+        entries = tuple(entry for piece in pieces for entry in piece.entries)
+        is_scored = self._params.num_prompt_logprobs is not None
+        prompt = self._prompts[pieces[0].index // self._num_choices] if is_scored else None
+        text = "".join(piece.text for piece in pieces)
+        return WholeChoice(pieces[0].index, text, entries, reason, prompt)
 
     async def close(self) -> None:
         """Abort whatever has not ended. Idempotent."""
@@ -115,6 +181,7 @@ class OpenAnswer:
     def check_invariants(self) -> None:
         """Raises AssertionError when choices and streams do not fit together."""
         assert len(self._choices) == self._num_choices * len(self._streams)
+        assert self._params.num_scored is not None or not self._held
         for choice in self._choices:
             choice.check_invariants()
 
@@ -131,17 +198,13 @@ def _submit_all(service: GenerationService, requests: Sequence[GenerateRequest])
     return streams
 
 
-def _join(pieces: Sequence[Piece]) -> WholeChoice:
-    reason = pieces[-1].finish_reason
-    assert reason is not None  # next_pieces has checked that every choice finished
-    entries = tuple(entry for piece in pieces for entry in piece.entries)
-    return WholeChoice(pieces[0].index, "".join(piece.text for piece in pieces), entries, reason)
-
-
 class _Events(Protocol):
     """Events of some streams, each with its stream's number; None at the end."""
 
     async def next(self) -> tuple[int, StreamEvent] | None: ...
+
+    def ready(self) -> list[tuple[int, StreamEvent]]:
+        """Those that need no waiting, after next() has given one."""
 
     async def close(self) -> None: ...
 
@@ -150,12 +213,17 @@ class _SingleEvents:
     """The common case, without a task or queue in between."""
 
     def __init__(self, stream: TokenStream) -> None:
+        self._stream = stream
         self._iterator: AsyncIterator[StreamEvent] = stream.events()
 
     async def next(self) -> tuple[int, StreamEvent] | None:
-        async for event in self._iterator:
-            return 0, event
-        return None
+        try:
+            return 0, await self._iterator.__anext__()
+        except StopAsyncIteration:
+            return None
+
+    def ready(self) -> list[tuple[int, StreamEvent]]:
+        return [(0, event) for event in self._stream.take_ready()]
 
     async def close(self) -> None:
         await _close_iterator(self._iterator)
@@ -176,6 +244,9 @@ class _Merged:
                 return found
             self._num_open -= 1
         return None
+
+    def ready(self) -> list[tuple[int, StreamEvent]]:
+        return []
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -5,8 +5,9 @@ from typing import Final, Protocol
 import msgspec
 
 from disagg.core.request import FinishReason
+from disagg.modelfiles.tokenizer import ModelTokenizer
 from disagg.router.answer import Usage, WholeChoice
-from disagg.router.choice import Piece
+from disagg.router.choice import EchoedPrompt, Piece
 from disagg.router.sse import event
 
 _LOWEST_LOGPROB: Final = -9999.0  # OpenAI's stand-in for minus infinity, which JSON has no word for
@@ -20,7 +21,9 @@ class AnswerHead(msgspec.Struct, frozen=True):
     id: str
     created: int  # Unix time in seconds
     model: str
-    has_usage: bool  # the client asked for a usage chunk, so the others carry "usage": null
+    has_usage: bool = False  # the client asked for a usage chunk, so the others carry "usage": null
+    num_logprobs: int | None = None  # likeliest tokens shown with each one; None: no log probabilities at all
+    num_prompt_logprobs: int | None = None  # the same for each token of the prompt, beside the answer
 
 
 class AnswerFormat(Protocol):
@@ -29,14 +32,40 @@ class AnswerFormat(Protocol):
     def opening(self, num_choices: int) -> bytes:
         """Events before any text."""
 
-    def piece(self, piece: Piece) -> bytes:
-        """Events of one piece, its finish included."""
+    def piece(self, piece: Piece, usage: Usage | None = None) -> bytes:
+        """Events of one piece, its finish included. With usage, each carries it."""
 
     def usage(self, usage: Usage) -> bytes:
         """The event with token counts and no choices."""
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
         """The whole answer as one JSON object."""
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """One token at a place of the prompt: vLLM's object of the same name."""
+
+    logprob: float
+    rank: int | None  # 1 is the likeliest; None: it is not among those shown
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+def prompt_logprobs(prompt: EchoedPrompt | None, num_top: int | None, tokenizer: ModelTokenizer) -> PromptLogprobs:
+    """By token id, for each place of the prompt; None for its first token, which follows nothing."""
+    assert prompt is not None  # whoever asks for them has them
+    assert prompt.scores is not None
+    places: PromptLogprobs = [None]
+    for token_id, scores in zip(prompt.token_ids[1:], prompt.scores, strict=True):
+        ranked = {
+            other: PromptLogprob(finite(value), rank, tokenizer.decode((other,), False))
+            for rank, (other, value) in enumerate(scores.top[: num_top or 0], 1)
+        }
+        chosen = PromptLogprob(finite(scores.chosen), None, tokenizer.decode((token_id,), False))
+        places.append({str(key): value for key, value in {token_id: chosen, **ranked}.items()})
+    return places
 
 
 class UsageBody(msgspec.Struct, frozen=True):
@@ -77,18 +106,23 @@ class ChunkFrame:
             )
         )
         self._end = b'}],"usage":null}\n\n' if head.has_usage else b"}]}\n\n"
+        self._choice_starts: dict[int, bytes] = {}
 
-    def chunk(self, index: int, content: bytes, logprobs: bytes, finish_reason: FinishReason | None) -> bytes:
+    def chunk(
+        self,
+        index: int,
+        content: bytes,
+        logprobs: bytes = b"null",
+        finish_reason: FinishReason | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
         """`content` is the choice's own key and value, for example b'"text":"…"'."""
+        start = self._choice_starts.get(index)
+        if start is None:
+            start = self._choice_starts[index] = b'%b{"index":%d,' % (self._start, index)
+        end = self._end if usage is None else b'}],"usage":%b}\n\n' % to_json(usage_body(usage))
         reason = b"null" if finish_reason is None else b'"%b"' % finish_reason.value.encode()
-        return b'%b{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b' % (
-            self._start,
-            index,
-            content,
-            logprobs,
-            reason,
-            self._end,
-        )
+        return b"".join((start, content, b',"logprobs":', logprobs, b',"finish_reason":', reason, end))
 
     def usage(self, usage: Usage) -> bytes:
         json = self._start.removeprefix(b"data: ") + b'],"usage":' + to_json(usage_body(usage)) + b"}"

@@ -7,7 +7,16 @@ import msgspec
 from disagg.core.request import FinishReason
 from disagg.modelfiles.tokenizer import ModelTokenizer
 from disagg.router.answer import Usage, WholeChoice
-from disagg.router.answer_format import AnswerHead, ChunkFrame, UsageBody, finite, to_json, usage_body
+from disagg.router.answer_format import (
+    AnswerHead,
+    ChunkFrame,
+    PromptLogprobs,
+    UsageBody,
+    finite,
+    prompt_logprobs,
+    to_json,
+    usage_body,
+)
 from disagg.router.choice import Piece, TokenEntry
 
 
@@ -61,36 +70,39 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChatChoice]
     usage: UsageBody
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatFormat:
     """Bytes of one chat answer."""
 
-    def __init__(self, head: AnswerHead, tokenizer: ModelTokenizer, has_logprobs: bool) -> None:
+    def __init__(self, head: AnswerHead, tokenizer: ModelTokenizer) -> None:
         self._head = head
         self._tokenizer = tokenizer
-        self._has_logprobs = has_logprobs
         self._frame = ChunkFrame(head, "chat.completion.chunk")
 
     def opening(self, num_choices: int) -> bytes:
         """One chunk for each choice that names the role."""
         role = b'"delta":{"role":"assistant","content":"","refusal":null}'
-        return b"".join(self._frame.chunk(index, role, b"null", None) for index in range(num_choices))
+        return b"".join(self._frame.chunk(index, role) for index in range(num_choices))
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: Piece, usage: Usage | None = None) -> bytes:
         chunks = b""
         if piece.text or piece.entries:
             logprobs = to_json(self._logprobs(piece.entries)) if piece.entries else b"null"
-            content = b'"delta":{"content":%b}' % to_json(piece.text)
-            chunks = self._frame.chunk(piece.index, content, logprobs, None)
+            content = b'"delta":{"content":' + to_json(piece.text) + b"}"
+            chunks = self._frame.chunk(piece.index, content, logprobs, None, usage)
         if piece.finish_reason is not None:
-            chunks += self._frame.chunk(piece.index, b'"delta":{}', b"null", piece.finish_reason)
+            chunks += self._frame.chunk(piece.index, b'"delta":{}', b"null", piece.finish_reason, usage)
         return chunks
 
     def usage(self, usage: Usage) -> bytes:
         return self._frame.usage(usage)
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
+        num_prompt = self._head.num_prompt_logprobs
+        is_unset = num_prompt is None
+        prompt = msgspec.UNSET if is_unset else prompt_logprobs(choices[0].prompt, num_prompt, self._tokenizer)
         return to_json(
             ChatAnswer(
                 id=self._head.id,
@@ -101,12 +113,13 @@ class ChatFormat:
                     ChatChoice(
                         choice.index,
                         AssistantMessage(choice.text),
-                        self._logprobs(choice.entries) if self._has_logprobs else None,
+                        None if self._head.num_logprobs is None else self._logprobs(choice.entries),
                         choice.finish_reason,
                     )
                     for choice in choices
                 ],
                 usage=usage_body(usage),
+                prompt_logprobs=prompt,
             )
         )
 
@@ -114,10 +127,10 @@ class ChatFormat:
         return ChatLogprobs([self._token_logprob(entry) for entry in entries])
 
     def _token_logprob(self, entry: TokenEntry) -> TokenLogprob:
-        logprobs = entry.token.logprobs
-        assert logprobs is not None  # entries are made of tokens that carry them
+        logprobs = entry.logprobs
+        assert logprobs is not None  # a chat does not repeat its prompt
         top = [self._spell(token_id, value) for token_id, value in logprobs.top]
-        chosen = self._spell(entry.token.token_id, logprobs.chosen)
+        chosen = self._spell(entry.token_id, logprobs.chosen)
         return TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top)
 
     def _spell(self, token_id: int, logprob: float) -> TopLogprob:

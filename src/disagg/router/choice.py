@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from disagg.core.request import EmittedToken, FinishReason
+from disagg.core.request import EmittedToken, FinishReason, TokenLogprobs
 from disagg.modelfiles.tokenizer import ModelTokenizer
 from disagg.router.detokenizer import start_detokenizer
 from disagg.router.stop_strings import StopAutomaton, StopFilter
@@ -14,8 +14,17 @@ from disagg.router.stop_strings import StopAutomaton, StopFilter
 class TokenEntry(msgspec.Struct, frozen=True):
     """One token whose log probabilities the client wants, and where its text begins in the answer (characters)."""
 
-    token: EmittedToken
+    token_id: int
+    logprobs: TokenLogprobs | None  # None: the prompt's first token, which follows nothing
     offset: int
+
+
+class EchoedPrompt(msgspec.Struct, frozen=True):
+    """A prompt that its answer begins with."""
+
+    token_ids: tuple[int, ...]
+    text: str | None  # as the client wrote it; None where it gave token ids
+    scores: tuple[TokenLogprobs, ...] | None  # of the tokens after the first, where they are wanted
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -31,8 +40,20 @@ class ChoiceText:
     """Text of one choice as it grows. Log probabilities are released together with the text of their token."""
 
     def __init__(
-        self, index: int, tokenizer: ModelTokenizer, stops: StopAutomaton | None, end_ids: Sequence[int]
+        self,
+        index: int,
+        tokenizer: ModelTokenizer,
+        stops: StopAutomaton | None,
+        end_ids: Sequence[int],
+        *,
+        min_tokens: int = 0,
+        is_prompt_only: bool = False,
     ) -> None:
+        """Stop strings that end within the first min_tokens tokens count for nothing; of is_prompt_only the answer
+        is not shown at all.
+        """
+        self._min_tokens = min_tokens
+        self._is_prompt_only = is_prompt_only
         self.index = index
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -48,17 +69,38 @@ class ChoiceText:
         """Whether a stop string ended this choice, so that its workers must be told."""
         return self._filter is not None and self._filter.is_stopped
 
+    def echo(self, prompt: EchoedPrompt) -> Piece:
+        """The prompt as the first piece. A character that it leaves incomplete may be completed by the answer."""
+        offsets: list[int] = []
+        shown: list[str] = []
+        for token_id in prompt.token_ids:
+            offsets.append(self._num_decoded)
+            shown.append(self._detokenizer.push(token_id))
+            self._num_decoded += len(shown[-1])
+        text = "".join(shown) if prompt.text is None else prompt.text
+        self._num_decoded = self._num_shown = len(text)
+        entries: tuple[TokenEntry, ...] = ()
+        if prompt.scores is not None:
+            scores = (None, *prompt.scores)
+            entries = tuple(map(TokenEntry, prompt.token_ids, scores, offsets))
+        return Piece(self.index, text, entries)
+
     def feed(self, tokens: Sequence[EmittedToken], finish_reason: FinishReason | None) -> Piece | None:
         """Take the next tokens in order. None when nothing can be shown yet or the choice has already ended."""
         if self.finish_reason is not None:
             return None
+        if self._is_prompt_only:
+            self.finish_reason = FinishReason.LENGTH
+            return Piece(self.index, "", (), self.finish_reason)
+        if self._filter is None and finish_reason is None and len(tokens) == 1 and tokens[0].logprobs is None:
+            return self._feed_plain(tokens[0].token_id)
         shown: list[str] = []
         for token in tokens:
             self.num_tokens += 1
             if token.token_id in self._end_ids:
                 continue
             if token.logprobs is not None:
-                self._waiting.append(TokenEntry(token, self._num_decoded))
+                self._waiting.append(TokenEntry(token.token_id, token.logprobs, self._num_decoded))
             shown.append(self._show(self._detokenizer.push(token.token_id)))
             if self.is_stopped_by_text:
                 break
@@ -74,9 +116,23 @@ class ChoiceText:
             return None
         return Piece(self.index, text, entries, self.finish_reason)
 
+    def _feed_plain(self, token_id: int) -> Piece | None:
+        """The common case: one token more, and nothing to look out for."""
+        self.num_tokens += 1
+        if token_id in self._end_ids:
+            return None
+        text = self._detokenizer.push(token_id)
+        if not text:
+            return None
+        self._num_decoded += len(text)
+        self._num_shown += len(text)
+        return Piece(self.index, text)
+
     def _show(self, delta: str) -> str:
         self._num_decoded += len(delta)
-        return self._filter.push(delta) if self._filter is not None else delta
+        if self._filter is None:
+            return delta
+        return self._filter.push(delta, is_armed=self.num_tokens > self._min_tokens)
 
     def _release(self) -> tuple[TokenEntry, ...]:
         """Entries whose text has begun to show; at an ordinary end all that wait."""

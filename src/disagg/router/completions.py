@@ -7,7 +7,16 @@ import msgspec
 from disagg.core.request import FinishReason
 from disagg.modelfiles.tokenizer import ModelTokenizer
 from disagg.router.answer import Usage, WholeChoice
-from disagg.router.answer_format import AnswerHead, ChunkFrame, UsageBody, finite, to_json, usage_body
+from disagg.router.answer_format import (
+    AnswerHead,
+    ChunkFrame,
+    PromptLogprobs,
+    UsageBody,
+    finite,
+    prompt_logprobs,
+    to_json,
+    usage_body,
+)
 from disagg.router.choice import Piece, TokenEntry
 
 
@@ -15,9 +24,9 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     """Aligned lists, one item for each token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]  # characters from the start of the answer
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]  # characters from the start of the text
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -27,6 +36,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionAnswer(msgspec.Struct, frozen=True):
@@ -43,23 +53,22 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
 class CompletionFormat:
     """Bytes of one completion answer."""
 
-    def __init__(self, head: AnswerHead, tokenizer: ModelTokenizer, has_logprobs: bool) -> None:
+    def __init__(self, head: AnswerHead, tokenizer: ModelTokenizer) -> None:
         self._head = head
         self._tokenizer = tokenizer
-        self._has_logprobs = has_logprobs
         self._frame = ChunkFrame(head, "text_completion")
 
     def opening(self, num_choices: int) -> bytes:
         """Plain completions begin with their text."""
         return b""
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: Piece, usage: Usage | None = None) -> bytes:
         chunks = b""
         if piece.text or piece.entries:
             logprobs = to_json(self._logprobs(piece.entries)) if piece.entries else b"null"
-            chunks = self._frame.chunk(piece.index, b'"text":%b' % to_json(piece.text), logprobs, None)
+            chunks = self._frame.chunk(piece.index, b'"text":' + to_json(piece.text), logprobs, None, usage)
         if piece.finish_reason is not None:
-            chunks += self._frame.chunk(piece.index, b'"text":""', b"null", piece.finish_reason)
+            chunks += self._frame.chunk(piece.index, b'"text":""', b"null", piece.finish_reason, usage)
         return chunks
 
     def usage(self, usage: Usage) -> bytes:
@@ -72,31 +81,33 @@ class CompletionFormat:
                 object="text_completion",
                 created=self._head.created,
                 model=self._head.model,
-                choices=[
-                    CompletionChoice(
-                        choice.index,
-                        choice.text,
-                        self._logprobs(choice.entries) if self._has_logprobs else None,
-                        choice.finish_reason,
-                    )
-                    for choice in choices
-                ],
+                choices=[self._choice(choice) for choice in choices],
                 usage=usage_body(usage),
             )
         )
 
+    def _choice(self, choice: WholeChoice) -> CompletionChoice:
+        num_prompt = self._head.num_prompt_logprobs
+        prompt = msgspec.UNSET if num_prompt is None else prompt_logprobs(choice.prompt, num_prompt, self._tokenizer)
+        logprobs = None if self._head.num_logprobs is None else self._logprobs(choice.entries)
+        return CompletionChoice(choice.index, choice.text, logprobs, choice.finish_reason, prompt)
+
     def _logprobs(self, entries: Sequence[TokenEntry]) -> CompletionLogprobs:
         lists = CompletionLogprobs([], [], [], [])
         for entry in entries:
-            logprobs = entry.token.logprobs
-            assert logprobs is not None  # entries are made of tokens that carry them
-            chosen = self._spell(entry.token.token_id)
+            logprobs = entry.logprobs
+            chosen = self._spell(entry.token_id)
             lists.tokens.append(chosen)
+            lists.text_offset.append(entry.offset)
+            if logprobs is None:
+                lists.token_logprobs.append(None)
+                lists.top_logprobs.append(None)
+                continue
             lists.token_logprobs.append(finite(logprobs.chosen))
             # The chosen token is always among the likeliest shown, even where it is not one of them.
-            top = {self._spell(token_id): finite(value) for token_id, value in logprobs.top}
+            shown = logprobs.top[: self._head.num_logprobs or 0]
+            top = {self._spell(token_id): finite(value) for token_id, value in shown}
             lists.top_logprobs.append({**top, chosen: finite(logprobs.chosen)})
-            lists.text_offset.append(entry.offset)
         return lists
 
     def _spell(self, token_id: int) -> str:

@@ -6,6 +6,8 @@ from disagg.channel.channel import DEFAULT_BEAT_INTERVAL_S
 from disagg.core.errors import ConfigurationError
 from disagg.policy.recovery import RecoveryLimits
 
+API_KEYS_VARIABLE = "DISAGG_API_KEY"  # of the environment: keys with blanks between them
+
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One router. Raises ConfigurationError when a value cannot work."""
@@ -20,6 +22,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_s: float = RecoveryLimits().max_queue_s  # without a first token, behind others; then 503
     beat_interval_s: float = DEFAULT_BEAT_INTERVAL_S  # a worker silent for two of these is lost
     max_body_bytes: int = 8 << 20
+    max_json_depth: int = 64
+    header_timeout_s: float = 10.0  # for the headers of a request
+    body_timeout_s: float = 30.0  # for its body, after them
+    write_timeout_s: float = 60.0  # for a client to read what waits for it
+    api_keys: tuple[str, ...] = ()  # with these or a file, every request to a model needs one
+    api_keys_file: str = ""  # TOML with a [[keys]] table for each; see `router.access`
+    tls_cert: str = ""  # PEM files; both or none
+    tls_key: str = ""
+    cors_origins: tuple[str, ...] = ()  # whose pages may ask from a browser; "*": all
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -36,11 +47,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("local_prefill_tokens", self.local_prefill_tokens, 0),
             ("max_open_requests", self.max_open_requests, 1),
             ("max_body_bytes", self.max_body_bytes, 1024),
+            ("max_json_depth", self.max_json_depth, 4),
         )
         for field, value, least in limits:
             if value < least:
                 raise ConfigurationError(f"{field} is {value}: it must be at least {least}")
-        for field, seconds in (("beat_interval_s", self.beat_interval_s), ("max_queue_s", self.max_queue_s)):
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigurationError("tls_cert and tls_key belong together: give both, or none for plain HTTP")
+        for field in ("beat_interval_s", "max_queue_s", "header_timeout_s", "body_timeout_s", "write_timeout_s"):
+            seconds = getattr(self, field)
             if not seconds > 0:
                 raise ConfigurationError(f"{field} is {seconds:g}: it must be above 0 seconds")
 
@@ -50,6 +65,7 @@ class Announcement(msgspec.Struct, frozen=True):
 
     http: str  # "host:port"
     control: str  # "host:port"
+    scheme: str = "http"  # or "https"
 
 
 def encode_announcement(announcement: Announcement) -> str:

@@ -10,8 +10,11 @@ from disagg.core.errors import InvalidRequest
 JsonObject = Mapping[str, object]
 
 
-def read_object(body: bytes) -> JsonObject:
-    """The body as a JSON object. Raises InvalidRequest when it is none."""
+DEFAULT_MAX_DEPTH = 64
+
+
+def read_object(body: bytes, max_depth: int = DEFAULT_MAX_DEPTH) -> JsonObject:
+    """The body as a JSON object. Raises InvalidRequest when it is none, or nested deeper than max_depth."""
     try:
         value: object = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -20,7 +23,18 @@ def read_object(body: bytes) -> JsonObject:
         raise InvalidRequest("the body is nested too deeply", code="invalid_json") from error
     if not isinstance(value, dict):
         raise InvalidRequest(f"the body must be a JSON object, not {kind_of(value)}", code="invalid_json")
+    _check_depth(value, max_depth)
     return cast(JsonObject, value)
+
+
+def _check_depth(value: object, max_depth: int) -> None:
+    layer: list[object] = [value]
+    for _ in range(max_depth):
+        inner = (each.values() if isinstance(each, dict) else each for each in layer if isinstance(each, dict | list))
+        layer = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not layer:
+            return
+    raise InvalidRequest(f"the body is nested deeper than {max_depth} levels; flatten it", code="invalid_json")
 
 
 def kind_of(value: object) -> str:

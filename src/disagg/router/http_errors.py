@@ -1,7 +1,6 @@
 """Errors as OpenAI's clients know them: an HTTP status and {"error": {message, type, param, code}}."""
 
 import math
-from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -11,8 +10,11 @@ from disagg.core.errors import (
     DisaggError,
     InvalidRequest,
     ModelNotFound,
+    NotAllowed,
+    NotAuthenticated,
     Overloaded,
     PeerFault,
+    RateLimited,
     RequestError,
     Unavailable,
 )
@@ -45,10 +47,11 @@ class HttpError(msgspec.Struct, frozen=True):
         return msgspec.json.encode(_Envelope(self.body))
 
     def response(self) -> Response:
-        # Clients count in whole seconds; 0 would be a busy loop.
-        headers: Mapping[str, str] | None = (
-            None if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
-        )
+        headers: dict[str, str] = {}
+        if self.retry_after_s is not None:  # clients count in whole seconds; 0 would be a busy loop
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         return Response(self.json, self.status, headers, media_type=JSON)
 
 
@@ -61,8 +64,16 @@ def http_error(error: Exception) -> HttpError:
         case ModelNotFound():
             code = error.code or "model_not_found"
             return HttpError(404, ErrorBody(message, "invalid_request_error", error.param or "model", code))
+        case NotAuthenticated():
+            code = error.code or "invalid_api_key"
+            return HttpError(401, ErrorBody(message, "authentication_error", error.param, code))
+        case NotAllowed():
+            return HttpError(403, ErrorBody(message, "permission_error", error.param, error.code))
         case RequestError():
             return HttpError(400, ErrorBody(message, "invalid_request_error", error.param, error.code))
+        case RateLimited():
+            body = ErrorBody(message, "rate_limit_error", None, "rate_limit_exceeded")
+            return HttpError(429, body, error.retry_after_s)
         case Overloaded():
             return HttpError(
                 429, ErrorBody(message, "server_overloaded", None, "server_overloaded"), error.retry_after_s
@@ -83,6 +94,26 @@ def body_too_large(max_body_bytes: int) -> HttpError:
     """413: the body is over the limit."""
     message = f"the body is larger than {max_body_bytes} bytes; send less text at once"
     return HttpError(413, ErrorBody(message, "invalid_request_error", None, "body_too_large"))
+
+
+class Refused(Exception):
+    """An answer that is decided: the request is not looked at further."""
+
+    def __init__(self, error: HttpError) -> None:
+        super().__init__(error.body.message)
+        self.error = error
+
+
+def body_too_slow(timeout_s: float) -> HttpError:
+    """408: the body did not come in time."""
+    message = f"the body did not come within {timeout_s:g} s; send it in one go"
+    return HttpError(408, ErrorBody(message, "invalid_request_error", None, "request_timeout"))
+
+
+def unsupported_endpoint(path: str) -> HttpError:
+    """404: a part of OpenAI's API that is not here."""
+    message = f"{path} is not supported here: this server completes text, at /v1/chat/completions and /v1/completions"
+    return HttpError(404, ErrorBody(message, "invalid_request_error", None, "unsupported_endpoint"))
 
 
 def routing_error(status: int, method: str, path: str) -> HttpError:

@@ -1,13 +1,16 @@
 """Prometheus exposition of the router's own metrics and of what its workers report. Names come from the one table."""
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from disagg.dispatch.dispatcher import Dispatcher
-from disagg.dispatch.registry import WorkerRecord
+from disagg.dispatch.worker_record import WorkerRecord
 from disagg.policy.routing import Path
 from disagg.telemetry import metrics as table
 
@@ -24,17 +27,43 @@ class RouterMetrics:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_DispatcherCollector(dispatcher))
-        self._ttft = _histogram(table.TTFT_SECONDS, self._registry)
-        self._itl = _histogram(table.ITL_SECONDS, self._registry)
+        self._ttft, self._itl = _Times(table.TTFT_SECONDS), _Times(table.ITL_SECONDS)
+        for times in (self._ttft, self._itl):
+            self._registry.register(times)
 
     def observe_first_token(self, path: Path, seconds: float) -> None:
-        self._ttft.labels(path.value).observe(seconds)
+        self._ttft.observe(path, seconds)
 
     def observe_gap(self, path: Path, seconds: float) -> None:
-        self._itl.labels(path.value).observe(seconds)
+        self._itl.observe(path, seconds)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+class _Times:
+    """A histogram by path. Of one thread, and without locks: it is told of every token."""
+
+    def __init__(self, metric: table.Metric) -> None:
+        self._metric = metric
+        self._bounds = list(metric.buckets)
+        self._counts: dict[Path, list[int]] = {}  # by path: one for each bucket, and one for what is above all
+        self._sums: dict[Path, float] = {}
+
+    def observe(self, path: Path, seconds: float) -> None:
+        counts = self._counts.get(path)
+        if counts is None:
+            counts = self._counts[path] = [0] * (len(self._bounds) + 1)
+            self._sums[path] = 0.0
+        counts[bisect_left(self._bounds, seconds)] += 1
+        self._sums[path] += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._metric.name, self._metric.help, labels=_labels(self._metric))
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        for path, counts in self._counts.items():
+            family.add_metric([path.value], list(zip(bounds, accumulate(counts), strict=True)), self._sums[path])
+        yield family
 
 
 class _DispatcherCollector:
@@ -91,7 +120,3 @@ def _values(metric: table.Metric, record: WorkerRecord) -> list[tuple[str, float
 
 def _labels(metric: table.Metric) -> list[str]:
     return [metric.label] if metric.label else []
-
-
-def _histogram(metric: table.Metric, registry: CollectorRegistry) -> Histogram:
-    return Histogram(metric.name, metric.help, _labels(metric), buckets=metric.buckets, registry=registry)

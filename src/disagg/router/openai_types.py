@@ -18,6 +18,8 @@ MAX_STOP_CHARACTERS: Final = 1024
 MAX_CHAT_LOGPROBS: Final = 20
 MAX_COMPLETION_LOGPROBS: Final = 5
 MAX_BIASED_TOKENS: Final = 1024
+MAX_STOP_TOKENS: Final = 128
+MAX_PROMPT_LOGPROBS: Final = 20
 DEFAULT_COMPLETION_TOKENS: Final = 16
 _MAX_TOKENS: Final = 2**31 - 1
 _MAX_TOKEN_DIGITS: Final = 10
@@ -27,6 +29,10 @@ _MAX_PENALTY: Final = 2.0
 # Any factor above 0 would do; past these scores leave float32.
 _REPETITION_PENALTY: Final = (0.01, 100.0)
 _ROLES: Final = ("system", "developer", "user", "assistant")
+
+# Parts of others' APIs that would change the answer; absent or false is as good as not said.
+REFUSED: Final = ("use_beam_search", "prompt_embeds", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+REFUSED_IN_CHAT: Final = ("audio", "prediction", "web_search_options")
 
 Prompt = str | tuple[int, ...]
 
@@ -44,6 +50,8 @@ class SharedParams(msgspec.Struct, frozen=True):
     stream: bool
     include_usage: bool
     num_logprobs: int | None
+    continuous_usage: bool = False  # each chunk carries the counts so far
+    echo: bool = False  # the prompt comes before the answer
     ignores_eos: bool = False  # an extension that load generators use: write on past the end of the text
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -53,6 +61,20 @@ class SharedParams(msgspec.Struct, frozen=True):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    num_prompt_logprobs: int | None = None
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Nothing is to be written: max_tokens is 0."""
+        return self.max_tokens == 0
+
+    @property
+    def num_scored(self) -> int | None:
+        """Likeliest tokens wanted at each place of the prompt, for an echo or by themselves; None: no scores."""
+        echoed = self.num_logprobs if self.echo else None
+        wanted = [number for number in (echoed, self.num_prompt_logprobs) if number is not None]
+        return max(wanted, default=None)
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
@@ -80,9 +102,10 @@ def read_chat(body: JsonObject) -> ChatRequest:
     fields.refuse_unless("response_format", {"type": "text"})
     fields.refuse_unless("modalities", ["text"], [])
     fields.refuse_unless("reasoning_effort", "none")
-    for key in ("audio", "prediction", "web_search_options"):
+    fields.refuse_unless("echo", False)
+    for key in REFUSED_IN_CHAT:
         fields.refuse_unless(key)
-    messages = _read_messages(fields)
+    messages = read_messages(fields)
     max_tokens = fields.integer("max_completion_tokens", 1, _MAX_TOKENS)
     if max_tokens is None:
         max_tokens = fields.integer("max_tokens", 1, _MAX_TOKENS)
@@ -98,16 +121,19 @@ def read_completion(body: JsonObject) -> CompletionRequest:
     """Raises InvalidRequest naming the first field that is wrong."""
     fields = Fields(body)
     model = fields.text("model")
-    fields.refuse_unless("echo", False)
     fields.refuse_unless("suffix", "")
     fields.refuse_unless("response_format", {"type": "text"})
     fields.refuse_unless("best_of", 1, fields.values.get("n"))
     prompts = _read_prompts(fields)
-    max_tokens = fields.integer("max_tokens", 1, _MAX_TOKENS) or DEFAULT_COMPLETION_TOKENS
+    max_tokens = fields.integer("max_tokens", 0, _MAX_TOKENS)
+    if max_tokens is None:
+        max_tokens = fields.integer("max_completion_tokens", 0, _MAX_TOKENS)
+    if max_tokens is None:
+        max_tokens = DEFAULT_COMPLETION_TOKENS
     if isinstance(fields.values.get("logprobs"), bool):
         raise wrong_type("logprobs", f"an integer from 0 to {MAX_COMPLETION_LOGPROBS}", fields.values["logprobs"])
     num_logprobs = fields.integer("logprobs", 0, MAX_COMPLETION_LOGPROBS)
-    params = _read_common(fields, model, max_tokens, num_logprobs)
+    params = _read_common(fields, model, max_tokens, num_logprobs, echo=fields.boolean("echo"))
     if params.num_choices * len(prompts) > MAX_CHOICES:
         raise InvalidRequest(
             f"{len(prompts)} prompts times n={params.num_choices} are more than {MAX_CHOICES} answers; send fewer",
@@ -116,9 +142,13 @@ def read_completion(body: JsonObject) -> CompletionRequest:
     return CompletionRequest(params, prompts)
 
 
-def _read_common(fields: Fields, model: str, max_tokens: int | None, num_logprobs: int | None) -> SharedParams:
+def _read_common(
+    fields: Fields, model: str, max_tokens: int | None, num_logprobs: int | None, *, echo: bool = False
+) -> SharedParams:
     if fields.has("user"):
         fields.text("user")
+    for key in REFUSED:
+        fields.refuse_unless(key, False)
     stream = fields.boolean("stream")
     options = fields.nested("stream_options")
     if options is not None and not stream:
@@ -133,7 +163,9 @@ def _read_common(fields: Fields, model: str, max_tokens: int | None, num_logprob
         stop=_read_stop(fields),
         stream=stream,
         include_usage=options.boolean("include_usage") if options is not None else False,
+        continuous_usage=options.boolean("continuous_usage_stats") if options is not None else False,
         num_logprobs=num_logprobs,
+        echo=echo,
         ignores_eos=fields.boolean("ignore_eos"),
         presence_penalty=fields.number("presence_penalty", 0.0, -_MAX_PENALTY, _MAX_PENALTY),
         frequency_penalty=fields.number("frequency_penalty", 0.0, -_MAX_PENALTY, _MAX_PENALTY),
@@ -142,7 +174,28 @@ def _read_common(fields: Fields, model: str, max_tokens: int | None, num_logprob
         min_p=fields.number("min_p", 0.0, 0.0, 1.0),
         repetition_penalty=fields.number("repetition_penalty", 1.0, *_REPETITION_PENALTY),
         min_tokens=_read_min_tokens(fields, max_tokens),
+        stop_token_ids=_read_stop_token_ids(fields),
+        num_prompt_logprobs=_read_prompt_logprobs(fields, stream=stream),
     )
+
+
+def _read_stop_token_ids(fields: Fields) -> tuple[int, ...]:
+    values = fields.array("stop_token_ids") or []
+    if len(values) > MAX_STOP_TOKENS:
+        raise InvalidRequest(
+            f"'stop_token_ids' has {len(values)} ids; at most {MAX_STOP_TOKENS} are allowed", param="stop_token_ids"
+        )
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong_type("stop_token_ids", "an array of token ids (integers)", value)
+    return tuple(dict.fromkeys(cast(list[int], values)))
+
+
+def _read_prompt_logprobs(fields: Fields, *, stream: bool) -> int | None:
+    number = fields.integer("prompt_logprobs", 0, MAX_PROMPT_LOGPROBS)
+    if number is not None and stream:
+        raise InvalidRequest("'prompt_logprobs' come with whole answers only; leave 'stream' out", param="stream")
+    return number
 
 
 def _read_logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
@@ -230,7 +283,8 @@ def _empty_prompt(name: str) -> InvalidRequest:
     return InvalidRequest(f"'{name}' is empty; give at least one token", param="prompt", code="empty_prompt")
 
 
-def _read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
+def read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
+    """`messages` of a body. Raises InvalidRequest."""
     fields.required("messages")
     values = fields.array("messages")
     if not values:

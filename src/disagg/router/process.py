@@ -5,11 +5,11 @@ import contextlib
 import logging
 import secrets
 import signal
+import ssl
 import sys
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 
-import uvicorn
+from starlette.types import ASGIApp
 
 from disagg.channel.lifeline import watch_parent
 from disagg.core.errors import ConfigurationError
@@ -19,14 +19,17 @@ from disagg.dispatch.dispatcher import Dispatcher
 from disagg.modelfiles.fetch import resolve_model
 from disagg.modelfiles.tokenizer import load_tokenizer
 from disagg.policy.recovery import RecoveryLimits
+from disagg.router.access import Access, load_access
 from disagg.router.app import create_app
+from disagg.router.body import BodyLimits
 from disagg.router.config import Announcement, RouterConfig, encode_announcement
+from disagg.router.connection import ConnectionLimits
 from disagg.router.listening import listen
+from disagg.router.server import HttpServer, TlsFiles, raise_descriptor_limit
 from disagg.router.service import LiveService
 from disagg.router.text import ModelText
 
 TEXT_THREADS = 2
-STOP_TIMEOUT_S = 3.0  # for open HTTP connections, once told to stop
 
 
 def run_router(config: RouterConfig) -> int:
@@ -34,15 +37,17 @@ def run_router(config: RouterConfig) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     lifeline = watch_parent()
     try:
+        access = load_access(config.api_keys, config.api_keys_file)
+        raise_descriptor_limit()
         texts = {name: ModelText(load_tokenizer(resolve_model(path))) for name, path in config.models}
-        asyncio.run(_serve(config, texts))
+        asyncio.run(_serve(config, texts, access))
     finally:
         if lifeline is not None:
             lifeline.close()
     return 0
 
 
-async def _serve(config: RouterConfig, texts: dict[str, ModelText]) -> None:
+async def _serve(config: RouterConfig, texts: dict[str, ModelText], access: Access) -> None:
     dispatcher = Dispatcher(
         DispatcherConfig(
             incarnation=Incarnation(secrets.randbelow(MAX_INCARNATION)),
@@ -62,35 +67,38 @@ async def _serve(config: RouterConfig, texts: dict[str, ModelText]) -> None:
         text = f"cannot listen on {where}: {error.strerror or error}; choose another --control-port"
         raise ConfigurationError(text) from None
     with ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text") as threads:
-        app = create_app(service, texts, text_threads=threads, max_body_bytes=config.max_body_bytes)
-        server = _HttpServer(app)
+        app = create_app(
+            service,
+            texts,
+            text_threads=threads,
+            limits=BodyLimits(config.max_body_bytes, config.max_json_depth, config.body_timeout_s),
+            access=access,
+            cors_origins=config.cors_origins,
+        )
+        server = _http_server(config, app)
         running = asyncio.create_task(server.serve(sockets=[http]))
         host, port = http.getsockname()[:2]
         with contextlib.suppress(OSError):  # nobody reads it where stdout is a full disk
-            print(encode_announcement(Announcement(f"{host}:{port}", control)), flush=True)
+            print(
+                encode_announcement(Announcement(f"{host}:{port}", control, "https" if config.tls_cert else "http")),
+                flush=True,
+            )
         await _told_to_stop(running)
         await service.close()
         server.should_exit = True
         await running
 
 
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handling: stopping is ours."""
-
-    def __init__(self, app: object) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,  # type: ignore[arg-type]
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
-            )
-        )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
+def _http_server(config: RouterConfig, app: ASGIApp) -> HttpServer:
+    tls = TlsFiles(config.tls_cert, config.tls_key) if config.tls_cert else None
+    limits = ConnectionLimits(header_timeout_s=config.header_timeout_s, write_timeout_s=config.write_timeout_s)
+    server = HttpServer(app, limits, tls)
+    try:
+        server.config.load()
+    except (OSError, ssl.SSLError) as error:
+        text = f"--tls-cert {config.tls_cert} and --tls-key {config.tls_key} cannot be used: {error}"
+        raise ConfigurationError(text) from None
+    return server
 
 
 async def _told_to_stop(running: asyncio.Task[None]) -> None:

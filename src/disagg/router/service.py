@@ -8,6 +8,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
@@ -65,7 +66,8 @@ class LiveStream:
         self._request_id = request_id
         self._opened = opened
         self._path = opened.path if opened is not None else Path.MIXED
-        self._events: asyncio.Queue[StreamEvent] = asyncio.Queue()  # bounded by max_tokens of each choice
+        self._events: deque[StreamEvent] = deque()  # bounded by max_tokens of each choice
+        self._reader: asyncio.Future[None] | None = None  # waits for an event
         self._open_choices = set(range(num_choices))
         self._last_token_s = [time.monotonic()] * num_choices
         self._has_token = [False] * num_choices
@@ -79,16 +81,38 @@ class LiveStream:
     def num_cached_tokens(self) -> int:
         return self._opened.num_cached_tokens if self._opened is not None else 0
 
-    async def events(self) -> AsyncIterator[StreamEvent]:
-        while self._open_choices:
-            event = await self._events.get()
-            if isinstance(event, RequestFailed):
-                self._open_choices.clear()
-                self._is_over = True
-            elif event.finish_reason is not None:
-                self._open_choices.discard(event.choice)
-            yield event
-        self._is_over = True
+    def events(self) -> AsyncIterator[StreamEvent]:
+        return self
+
+    def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        if not self._open_choices:
+            self._is_over = True
+            raise StopAsyncIteration
+        while not self._events:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        return self._pop()
+
+    def take_ready(self) -> list[StreamEvent]:
+        ready: list[StreamEvent] = []
+        while self._open_choices and self._events and not isinstance(self._events[0], RequestFailed):
+            ready.append(self._pop())
+        return ready
+
+    def _pop(self) -> StreamEvent:
+        event = self._events.popleft()
+        if isinstance(event, RequestFailed):
+            self._open_choices.clear()
+            self._is_over = True
+        elif event.finish_reason is not None:
+            self._open_choices.discard(event.choice)
+        return event
 
     def finish_choice(self, choice: int) -> None:
         self._open_choices.discard(choice)
@@ -108,7 +132,9 @@ class LiveStream:
             observe(self._path, seconds)
             self._last_token_s[event.choice] = now_s
             self._has_token[event.choice] = True
-        self._events.put_nowait(event)
+        self._events.append(event)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class LiveService:

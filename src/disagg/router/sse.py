@@ -1,7 +1,7 @@
 """Server-sent events, and noticing at once that the client has gone."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Final, TypeVar
 
 from starlette.responses import Response
@@ -50,12 +50,12 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> None:
-        """`chunks` are whole events; `close` is called once, however the stream ends."""
+    def __init__(self, next_chunk: Callable[[], Awaitable[bytes | None]], close: Callable[[], Awaitable[None]]) -> None:
+        """`next_chunk` gives whole events, None after the last; `close` is called once, however the stream ends."""
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
-        self._chunks = chunks
+        self._next_chunk = next_chunk
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,11 +64,11 @@ class EventStream(Response):
         except (ClientGone, OSError):  # some servers raise OSError when they send into a closed connection
             pass
         finally:
-            await self._chunks.aclose()
             await self._close()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in self._chunks:
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        while (chunk := await self._next_chunk()) is not None:
+            if chunk:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -65,15 +65,15 @@ class StopFilter:
         self._held = ""
         self.is_stopped = False
 
-    def push(self, delta: str) -> str:
-        """Text that may be shown now. After a match nothing is."""
+    def push(self, delta: str, *, is_armed: bool = True) -> str:
+        """Text that may be shown now. After a match nothing is. Unarmed, a stop string that ends here is plain text."""
         if self.is_stopped:
             return ""
         automaton, state = self._automaton, self._state
         text = self._held + delta
         for end in range(len(self._held) + 1, len(text) + 1):
             state = automaton.step(state, text[end - 1])
-            if automaton.matched[state]:
+            if is_armed and automaton.matched[state]:
                 self.is_stopped = True
                 self._held = ""
                 return text[: end - automaton.matched[state]]

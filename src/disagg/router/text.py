@@ -9,6 +9,7 @@ from disagg.modelfiles.chat_template import ChatMessage, ChatTemplate
 from disagg.modelfiles.tokenizer import ModelTokenizer
 from disagg.router.openai_types import ChatRequest, CompletionRequest, Prompt, SharedParams
 
+MAX_PROMPT_SCORES = 500_000  # about 13 bytes each
 _NOT_READY_RETRY_S = 2.0
 
 
@@ -21,8 +22,8 @@ class ModelText:
         source = tokenizer.chat_template
         self._template = template or (ChatTemplate(source, tokenizer.named_tokens) if source is not None else None)
 
-    def chat_ids(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
-        """Token ids of a conversation up to where the assistant begins to write. Raises InvalidRequest."""
+    def chat_ids(self, messages: tuple[ChatMessage, ...], *, add_generation_prompt: bool = True) -> tuple[int, ...]:
+        """Token ids of a conversation, up to where the assistant begins to write. Raises InvalidRequest."""
         template = self._template
         if template is None:
             raise InvalidRequest(
@@ -35,23 +36,25 @@ class ModelText:
                 msgspec.structs.replace(each, role="system") if each.role == "developer" else each for each in messages
             )
         # The template spells out the special tokens, bos included.
-        return self._encode(template.render(messages), "messages", add_special_tokens=False)
+        return self._encode(template.render(messages, add_generation_prompt), "messages", add_special_tokens=False)
 
     def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a plain prompt. Raises InvalidRequest for an empty one and for ids without a token."""
         if isinstance(prompt, str):
             return self._encode(prompt, "prompt", add_special_tokens=True)
+        return self.checked_ids("prompt", prompt)
+
+    def checked_ids(self, param: str, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Raises InvalidRequest for an id without a token."""
         size = self.tokenizer.vocab_size
-        for token_id in prompt:
+        for token_id in token_ids:
             if not 0 <= token_id < size:
-                raise _unknown_token("prompt", token_id, size)
-        return prompt
+                raise _unknown_token(param, token_id, size)
+        return token_ids
 
     def checked_bias(self, logit_bias: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
         """Raises InvalidRequest for an id without a token."""
-        for token_id, _ in logit_bias:
-            if token_id >= self.tokenizer.vocab_size:
-                raise _unknown_token("logit_bias", token_id, self.tokenizer.vocab_size)
+        self.checked_ids("logit_bias", tuple(token_id for token_id, _ in logit_bias))
         return logit_bias
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -89,15 +92,19 @@ def _request(
     params: SharedParams, prompt_ids: tuple[int, ...], source: str, text: ModelText, status: ModelStatus, seed: int
 ) -> GenerateRequest:
     chosen = seed if params.seed is None else params.seed
+    eos_ids = () if params.ignores_eos else text.tokenizer.eos_ids
+    stop_ids = text.checked_ids("stop_token_ids", params.stop_token_ids)
+    _check_num_scores(params.num_scored, len(prompt_ids))
     return GenerateRequest(
         model=params.model,
         prompt_ids=prompt_ids,
         sampling=SamplingParams(
-            max_tokens=_max_tokens(params.max_tokens, len(prompt_ids), source, status),
+            # Reading a prompt always gives a first token; where none is wanted the router drops it.
+            max_tokens=_max_tokens(1 if params.is_prompt_only else params.max_tokens, len(prompt_ids), source, status),
             temperature=params.temperature,
             top_p=params.top_p,
             seed=chosen % 2**63,  # any 64-bit integer is a seed; engines take the non-negative ones
-            stop_token_ids=() if params.ignores_eos else text.tokenizer.eos_ids,
+            stop_token_ids=tuple(dict.fromkeys((*eos_ids, *stop_ids))),
             num_logprobs=params.num_logprobs,
             top_k=params.top_k,
             min_p=params.min_p,
@@ -106,10 +113,22 @@ def _request(
             repetition_penalty=params.repetition_penalty,
             logit_bias=text.checked_bias(params.logit_bias),
             min_tokens=params.min_tokens,
+            num_prompt_logprobs=params.num_scored,
         ),
         num_choices=params.num_choices,
         is_open_ended=params.max_tokens is None,
     )
+
+
+def _check_num_scores(num_top: int | None, num_prompt: int) -> None:
+    """All of them travel in one message."""
+    if num_top is not None and num_prompt * (num_top + 1) > MAX_PROMPT_SCORES:
+        raise InvalidRequest(
+            f"{num_top} log probabilities for each of {num_prompt} prompt tokens are more than "
+            f"{MAX_PROMPT_SCORES} in all; ask for fewer or send a shorter prompt",
+            param="logprobs",
+            code="too_many_logprobs",
+        )
 
 
 def _max_tokens(wanted: int | None, num_prompt: int, source: str, status: ModelStatus) -> int:

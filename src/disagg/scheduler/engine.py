@@ -6,7 +6,7 @@ from typing import Protocol
 import msgspec
 
 from disagg.core.ids import BlockId, SequenceId, StepId
-from disagg.core.request import EmittedToken, SamplingParams
+from disagg.core.request import EmittedToken, SamplingParams, TokenLogprobs
 from disagg.core.spans import KvLayout
 from disagg.kvcache.memory import Memory
 
@@ -17,6 +17,16 @@ class TokenHistory(msgspec.Struct, frozen=True):
     attempt: int
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
+
+
+class Scoring(msgspec.Struct, frozen=True):
+    """Which known tokens of a row's sequence to give log probabilities of, and of how many likelier ones with each.
+
+    following_ids[i] is the token after the row's token i; a row's last token may be followed by none.
+    """
+
+    following_ids: tuple[int, ...]
+    num_top: int
 
 
 class StepRow(msgspec.Struct, frozen=True):
@@ -33,6 +43,7 @@ class StepRow(msgspec.Struct, frozen=True):
     sampling: SamplingParams | None  # None: a chunk that is not the prompt's last; nothing is sampled
     output_position: int = 0  # position in the answer of the token that is sampled
     history: TokenHistory | None = None  # where the sampling has a penalty; nobody else pays for it
+    scoring: Scoring | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -52,11 +63,19 @@ class StepPlan(msgspec.Struct, frozen=True):
         return sum(len(row.token_ids) for row in self.rows)
 
 
+class RowScores(msgspec.Struct, frozen=True):
+    """Log probabilities of one row's following tokens, in order."""
+
+    sequence_id: SequenceId
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 class StepResult(msgspec.Struct, frozen=True):
-    """One sampled token for each row that asked for one."""
+    """One sampled token for each row that asked for one, and scores for each row that asked for them."""
 
     step_id: StepId
     tokens: tuple[EmittedToken, ...]
+    scores: tuple[RowScores, ...] = ()
 
 
 # Called on the step's own thread after each layer, with the number of layers whose KV for this step is written.

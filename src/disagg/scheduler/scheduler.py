@@ -251,8 +251,7 @@ class Scheduler:
         for sequence in self._waiting(Task.WHOLE):
             hashes = state.extend_hashes(sequence, sequence.num_to_read)
             to_hold = sequence.num_tokens_to_hold(self.config.answer_headroom)
-            # The last token is always computed: its logits give the next token of the answer.
-            allocation = state.cache.try_allocate(hashes, sequence.num_to_read - 1, to_hold, state.num_spare_blocks)
+            allocation = state.cache.try_allocate(hashes, sequence.max_cached_tokens, to_hold, state.num_spare_blocks)
             if allocation is None:
                 state.refuse(sequence)
                 return

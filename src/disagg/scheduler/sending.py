@@ -39,8 +39,7 @@ class Sending:
         state, cache = self._state, self._state.cache
         num_tokens = sequence.num_to_read
         hashes = state.extend_hashes(sequence, num_tokens)
-        # The last token is always computed: its logits give the next token of the answer.
-        max_cached = num_tokens - 1
+        max_cached = sequence.max_cached_tokens
         if sequence.task is Task.SEND_PREFIX:
             max_cached = num_tokens = cache.num_matching_tokens(hashes, num_tokens)
             if num_tokens == 0:

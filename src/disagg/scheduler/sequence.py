@@ -1,7 +1,7 @@
 """One sequence on one worker."""
 
 from disagg.core.ids import BlockId, HandoffId, SequenceId
-from disagg.core.request import FinishReason, SequenceSpec, finish_reason
+from disagg.core.request import FinishReason, SequenceSpec, TokenLogprobs, finish_reason
 from disagg.core.roles import Task
 from disagg.kvcache.block_hash import BlockHash
 from disagg.policy.batching import PromptWork
@@ -9,7 +9,7 @@ from disagg.protocol.handoff import DestinationState
 from disagg.protocol.lifecycle import SEQUENCE_TABLE, SequenceState
 from disagg.protocol.table import Machine
 from disagg.scheduler.destination import HandoffDestination
-from disagg.scheduler.engine import StepRow, TokenHistory
+from disagg.scheduler.engine import Scoring, StepRow, TokenHistory
 from disagg.scheduler.source import HandoffSource
 
 OVER = (SequenceState.CLOSING, SequenceState.ENDED)
@@ -41,6 +41,7 @@ class Sequence:
         "num_expected",
         "num_received",
         "num_to_read",
+        "prompt_logprobs",
         "refused_since_s",
         "root",
         "source",
@@ -78,6 +79,7 @@ class Sequence:
         self.num_received = 0
         self.num_committed = 0  # blocks
         self.num_expected = 0  # tokens found in the prefix index when it came: what is cached is known at admission
+        self.prompt_logprobs: list[TokenLogprobs] = []  # so far, where they are wanted
         self._waiting_work: PromptWork | None = None
         self.is_in_step = False
         self.is_counted = False  # among its tenant's open prompts
@@ -108,6 +110,19 @@ class Sequence:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.spec.prompt_ids)
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Whether they are wanted and not out yet: they go with the answer's first token."""
+        return self.spec.sampling.num_prompt_logprobs is not None and not self.answer_ids
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """How much of what is to be read may come from a cache. A scored prompt is computed from its start.
+
+        The last token is always computed: its scores give the next token of the answer.
+        """
+        return 0 if self.needs_prompt_logprobs else self.num_to_read - 1
 
     @property
     def num_unread_tokens(self) -> int:
@@ -185,6 +200,7 @@ class Sequence:
             sampling=self.spec.sampling if is_last else None,
             output_position=len(self.answer_ids),
             history=self._history() if is_last else None,
+            scoring=self._scoring(stop),
         )
 
     def decode_row(self) -> StepRow:
@@ -193,6 +209,13 @@ class Sequence:
         last, sampling, output_position = (answer_ids[-1],), spec.sampling, len(answer_ids)
         history = self._history()
         return StepRow(spec.sequence_id, last, self.num_computed, self.blocks, sampling, output_position, history)
+
+    def _scoring(self, stop: int) -> Scoring | None:
+        """Of a chunk [num_computed, stop)."""
+        num_top = self.spec.sampling.num_prompt_logprobs
+        if num_top is None or not self.needs_prompt_logprobs:
+            return None
+        return Scoring(self.spec.prompt_ids[self.num_computed + 1 : stop + 1], num_top)
 
     def _history(self) -> TokenHistory | None:
         if not self.spec.sampling.has_penalty:

@@ -69,6 +69,7 @@ class SchedulerState:
         self._has_freed = False
         self._actions: list[Action] = []
         self._tokens: list[EmittedToken] = []
+        self._scored: list[EmittedToken] = []  # with log probabilities of a prompt: large
         self._prompts: list[PromptReport] = []
         self._reports: list[SequenceReport] = []
 
@@ -164,7 +165,7 @@ class SchedulerState:
     def _expect_hits(self, sequence: Sequence) -> None:
         if sequence.reads_here:
             hashes = self.extend_hashes(sequence, sequence.num_to_read)
-            sequence.num_expected = self.cache.num_matching_tokens(hashes, sequence.num_to_read - 1)
+            sequence.num_expected = self.cache.num_matching_tokens(hashes, sequence.max_cached_tokens)
 
     def has_taken(self, attempt_id: HandoffId) -> bool:
         """Whether the KV of an attempt that has ended here had come from its peer, whole."""
@@ -182,20 +183,23 @@ class SchedulerState:
         self._actions.append(SendToPeer(peer, message))
 
     def emit_tokens(self, tokens: Iterable[EmittedToken]) -> None:
-        self._tokens.extend(tokens)
+        for token in tokens:
+            (self._tokens if token.prompt_logprobs is None else self._scored).append(token)
 
     def report_prompt(self, sequence: Sequence) -> None:
         num_computed = sequence.num_to_read - sequence.num_cached
         self._prompts.append(PromptReport(sequence.attempt_id, sequence.num_cached, num_computed))
 
     def take_actions(self) -> list[Action]:
-        """All tokens and reports since the last call travel in one message, before anything else."""
-        actions = self._actions
+        """All tokens and reports since the last call travel in one message, before anything else.
+
+        Only a token with its prompt's log probabilities has one of its own: a message has a largest size.
+        """
+        messages = [EmitTokens((token,), (), ()) for token in self._scored]
         if self._tokens or self._prompts or self._reports:
-            message = EmitTokens(tuple(self._tokens), tuple(self._prompts), tuple(self._reports))
-            actions = [SendToRouter(message), *actions]
-            self._tokens, self._prompts, self._reports = [], [], []
-        self._actions = []
+            messages.insert(0, EmitTokens(tuple(self._tokens), tuple(self._prompts), tuple(self._reports)))
+        actions = [*map(SendToRouter, messages), *self._actions] if messages else self._actions
+        self._tokens, self._scored, self._prompts, self._reports, self._actions = [], [], [], [], []
         return actions
 
     def take_has_freed(self) -> bool:

@@ -5,6 +5,9 @@ or an unused cached one, else the youngest stream gives up its blocks and starts
 what it has written is read again, and row independence makes that the same tokens). Prompts fill what is left.
 """
 
+
+import msgspec
+
 from disagg.core.ids import StepId
 from disagg.core.request import EmittedToken, finish_reason
 from disagg.core.roles import HandoffMode, Task
@@ -144,12 +147,16 @@ class Steps:
         self._count(event.duration_s)
         self._state.step_times.observe(self._shape, event.duration_s)
         sampled: dict[Task, list[EmittedToken]] = {}
+        scores = {each.sequence_id: each.logprobs for each in event.result.scores}
         for sequence, row, token in self._ended(event.result):
             if sequence.machine.state in OVER:
                 self._state.end_if_unused(sequence)
                 continue
             self._advance(sequence, row)
+            sequence.prompt_logprobs += scores.get(sequence.sequence_id, ())
             if token is not None:
+                if sequence.needs_prompt_logprobs:
+                    token = msgspec.structs.replace(token, prompt_logprobs=tuple(sequence.prompt_logprobs))
                 sampled.setdefault(sequence.task, []).append(token)
                 self._take_token(sequence, token)
         for task, tokens in sampled.items():

@@ -14,7 +14,7 @@ from disagg.core.request import EmittedToken, SamplingParams, TokenLogprobs
 from disagg.core.spans import KvLayout, Span
 from disagg.kvcache.memory import Memory
 from disagg.kvcache.segments import span_segments
-from disagg.scheduler.engine import OnLayers, StepPlan, StepResult, StepRow
+from disagg.scheduler.engine import OnLayers, RowScores, Scoring, StepPlan, StepResult, StepRow
 from disagg.testing.memory import BytesMemory
 
 
@@ -47,7 +47,8 @@ class FakeEngine:
                 self._write(row, layer)
             on_layers(layer + 1)
         tokens = tuple(self._sample(row, row.sampling) for row in plan.rows if row.sampling is not None)
-        return StepResult(plan.step_id, tokens)
+        scores = tuple(RowScores(row.sequence_id, _scores(row.scoring)) for row in plan.rows if row.scoring is not None)
+        return StepResult(plan.step_id, tokens, scores)
 
     def _write(self, row: StepRow, layer: int) -> None:
         span = Span(row.position, row.position + len(row.token_ids), layer, layer + 1)
@@ -82,6 +83,11 @@ class FakeEngine:
         if offset != len(payload):
             raise InternalFault(f"{len(payload)} bytes of KV for {offset} bytes of arena")
         landing.commit()
+
+
+def _scores(scoring: Scoring) -> tuple[TokenLogprobs, ...]:
+    """Of a token its own id says all, so that a lost or doubled one shows."""
+    return tuple(TokenLogprobs(-float(token_id)) for token_id in scoring.following_ids)
 
 
 def kv_bytes(layout: KvLayout, token_id: int, position: int, layer: int, kv: int) -> bytes:

@@ -88,6 +88,9 @@ class FakeTokenStream:
                     yield self._deliver(choice, position)
             position += 1
 
+    def take_ready(self) -> list[StreamEvent]:
+        return []
+
     def finish_choice(self, choice: int) -> None:
         self.finished_choices.append(choice)
         self._open.discard(choice)
@@ -106,6 +109,7 @@ class FakeTokenStream:
         assert all(0 <= choice < self.request.num_choices for choice in self.finished_choices)
 
     async def _pass_gate(self) -> None:
+        await asyncio.sleep(0)  # as a real stream lets others run while it waits for its workers
         if self.script.held_after is not None and self.num_events >= self.script.held_after:
             self.held.set()
             await self._released.wait()
@@ -118,11 +122,21 @@ class FakeTokenStream:
             reason = FinishReason.STOP
         if reason is not None:
             self._open.discard(choice)
-        token = EmittedToken(SequenceId(self._request_id, choice), position, token_id, self._logprobs(token_id))
+        sequence_id = SequenceId(self._request_id, choice)
+        scores = self._prompt_logprobs() if (choice, position) == (0, 0) else None
+        token = EmittedToken(sequence_id, position, token_id, self._logprobs(token_id), scores)
         return TokensDelivered(choice, (token,), reason)
 
     def _scripted(self, choice: int) -> tuple[int, ...]:
         return self.script.tokens[choice % len(self.script.tokens)] or self.request.prompt_ids
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Of a token its own id says all."""
+        wanted = self.request.sampling.num_prompt_logprobs
+        if wanted is None:
+            return None
+        tops = [(rank, -0.5 - rank) for rank in range(wanted)]
+        return tuple(TokenLogprobs(-float(token_id), tuple(tops)) for token_id in self.request.prompt_ids[1:])
 
     def _logprobs(self, token_id: int) -> TokenLogprobs | None:
         wanted = self.request.sampling.num_logprobs

@@ -288,11 +288,11 @@ class Serve(MarkedProcess):
         return self.pid_of(name)
 
     def wait_healthy(self, timeout_s: float = 60.0) -> None:
-        """Until /health answers 200."""
+        """Until /ready answers 200."""
 
         def is_healthy() -> bool:
             with contextlib.suppress(httpx.HTTPError):
-                return httpx.get(f"{self.url}/health", timeout=2.0, trust_env=False).status_code == httpx.codes.OK
+                return httpx.get(f"{self.url}/ready", timeout=2.0, trust_env=False).status_code == httpx.codes.OK
             return False
 
-        wait_until(is_healthy, timeout_s, f"{self.url}/health to answer 200")
+        wait_until(is_healthy, timeout_s, f"{self.url}/ready to answer 200")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import disagg
 from disagg.cli import launch
 from disagg.cli.main import app, main
-from disagg.cluster.command_line import router_arguments, worker_arguments
+from disagg.cluster.command_line import router_arguments, router_environment, worker_arguments
 from disagg.cluster.plan import LocalPlan
 from disagg.core.errors import ConfigurationError
 from disagg.core.formats import Kernels, KvDtype, Weights
@@ -122,9 +122,21 @@ def test_every_router_field_survives_the_command_line(launched: Launched, monkey
         max_queue_s=9.5,
         beat_interval_s=0.25,
         max_body_bytes=4096,
+        max_json_depth=9,
+        header_timeout_s=1.5,
+        body_timeout_s=2.5,
+        write_timeout_s=3.5,
+        api_keys=("sk-first-key", "sk-second-key"),
+        api_keys_file="/keys.toml",
+        tls_cert="/cert.pem",
+        tls_key="/key.pem",
+        cors_origins=("https://a.example", "https://b.example"),
     )
     defaults = [f.name for f in msgspec.structs.fields(config) if getattr(config, f.name) == f.default]
     assert defaults == []
+    assert not [part for part in router_arguments(config) if "sk-" in part]  # everybody can read a command line
+    for name, value in router_environment(config):
+        monkeypatch.setenv(name, value)
     assert run(monkeypatch, *router_arguments(config)) == 0
     expected = msgspec.structs.replace(config, models=(("a", "/models/x"), ("b", "/models/y")))
     assert launched.routers == [expected]
@@ -203,7 +215,7 @@ def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     ("command", "config", "renamed"),
     [
         ("worker", WorkerConfig, {"kv_memory_bytes": "kv_memory", "model": ""}),
-        ("router", RouterConfig, {"models": "model"}),
+        ("router", RouterConfig, {"models": "model", "api_keys": "api_key", "cors_origins": "cors_origin"}),
     ],
 )
 def test_help_names_every_field(command: str, config: type[msgspec.Struct], renamed: dict[str, str]) -> None:

@@ -33,7 +33,7 @@ class State(http.server.BaseHTTPRequestHandler):
         missing = "" if is_ready else "no worker can answer"
         models = [{"model": "m", "is_ready": is_ready, "missing": missing}]
         body = json.dumps({"router": {"incarnation": 1}, "models": models, "workers": self.workers}).encode()
-        self.send_response(503 if self.path == "/health" and not is_ready else 200)
+        self.send_response(503 if self.path == "/ready" and not is_ready else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -12,10 +12,14 @@ from tests.unit.router.site import MakeSite, Site
 
 from disagg.dispatch.stream import ModelStatus
 from disagg.modelfiles.tokenizer import ModelTokenizer, load_tokenizer
+from disagg.router.access import Access
 from disagg.router.app import create_app
+from disagg.router.body import BodyLimits
 from disagg.router.text import ModelText
 from disagg.testing.generation import FakeGenerationService, Script, ScriptFor, ready
 from disagg.testing.tokenizer_files import write_tiny_tokenizer
+
+SMALL_BODIES = BodyLimits(1 << 20)
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +56,9 @@ async def make_site(
     def make(
         script_for: ScriptFor = lambda request: Script(),
         statuses: Sequence[ModelStatus] = (ready("tiny"), ready("bare")),
-        max_body_bytes: int = 1 << 20,
+        limits: BodyLimits = SMALL_BODIES,
+        access: Access | None = None,
+        cors_origins: Sequence[str] = (),
     ) -> Site:
         service = FakeGenerationService(statuses, script_for)
         models = {"tiny": ModelText(tokenizer), "bare": ModelText(load_tokenizer(bare_folder))}
@@ -60,7 +66,9 @@ async def make_site(
             service,
             models,
             text_threads=text_threads,
-            max_body_bytes=max_body_bytes,
+            limits=limits,
+            access=access,
+            cors_origins=cors_origins,
             clock=lambda: 1_700_000_000.0,
             draw_seed=lambda: 77,
         )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import httpx
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from disagg.testing.generation import FakeGenerationService
 
@@ -11,7 +11,7 @@ from disagg.testing.generation import FakeGenerationService
 class Site:
     """One application, its fake service and a client without a socket in between."""
 
-    def __init__(self, service: FakeGenerationService, app: FastAPI, client: httpx.AsyncClient) -> None:
+    def __init__(self, service: FakeGenerationService, app: ASGIApp, client: httpx.AsyncClient) -> None:
         self.service = service
         self.app = app
         self.client = client

@@ -78,7 +78,7 @@ def test_a_choice_does_not_depend_on_deliveries(
         if is_last:
             break
     assert (shown, parts.finish_reason) == (expected.text, FinishReason.STOP)
-    assert [entry.token.position for entry in entries] == [entry.token.position for entry in expected.entries]
+    assert [entry.offset for entry in entries] == [entry.offset for entry in expected.entries]
     assert [entry.offset for entry in entries] == [entry.offset for entry in expected.entries]
 
 
@@ -87,7 +87,7 @@ def test_log_probabilities_wait_for_their_text(tokenizer: ModelTokenizer) -> Non
     a, b, bang, x = (tokenizer.encode(text)[0] for text in ("a", "b", "!", "x"))
     first = choice.feed(emitted([a, b]), None)
     assert first is not None
-    assert (first.text, [entry.token.token_id for entry in first.entries]) == ("a", [a])
+    assert (first.text, [entry.token_id for entry in first.entries]) == ("a", [a])
     second = choice.feed(emitted([x], 2), None)
     assert second is not None
     assert (second.text, [entry.offset for entry in second.entries]) == ("bx", [1, 2])

@@ -4,6 +4,7 @@ import pytest
 from tests.unit.router.site import MakeSite, Site
 
 from disagg import __version__
+from disagg.router.body import BodyLimits
 from disagg.testing.generation import not_ready, ready
 
 
@@ -23,12 +24,15 @@ async def test_models(site: Site) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_health_follows_readiness(make_site: MakeSite) -> None:
+async def test_ready_follows_the_workers_and_health_does_not(make_site: MakeSite) -> None:
     site = make_site(statuses=[not_ready("tiny"), ready("bare")])
-    response = await site.client.get("/health")
+    response = await site.client.get("/ready")
     assert (response.status_code, response.json()["status"]) == (200, "ok")
     site.service.statuses = (not_ready("tiny", "no prefill worker"),)
-    response = await site.client.get("/health")
+    alive = await site.client.get("/health")
+    assert (alive.status_code, alive.json()["ready"]) == (200, False)
+    assert "no prefill worker" in alive.json()["missing"]
+    response = await site.client.get("/ready")
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) >= 1
     assert "tiny: no prefill worker" in response.json()["missing"]
@@ -67,7 +71,7 @@ async def test_routing_errors(site: Site, method: str, path: str, status: int, c
 
 
 async def test_body_limit(make_site: MakeSite) -> None:
-    site = make_site(max_body_bytes=1000)
+    site = make_site(limits=BodyLimits(1000))
     assert (await site.complete(prompt="x" * 500)).status_code == 200
     declared = await site.complete(prompt="x" * 2000)
 

@@ -1,0 +1,184 @@
+"""The endpoints that write text.
+
+A generation, step by step:
+
+    1 who asks, from the headers alone; then read the body, within its limits
+    2 on a text thread: JSON → typed request → chat template → token ids → checks against the model's limits
+    3 count it against the caller's share; submit; a refusal is an HTTP status
+    4 wait for the first event, so that an early failure is an HTTP status too
+    5 stream pieces as they come, or collect them; a later failure is an error event and the end of the stream
+    6 close: what has not ended is aborted
+
+From 2 on the connection is watched: a client that goes ends the work at once.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from disagg.core.errors import DisaggError
+from disagg.dispatch.stream import GenerateRequest, GenerationService, ModelStatus
+from disagg.router.access import Access, Caller
+from disagg.router.answer import OpenAnswer
+from disagg.router.answer_format import AnswerFormat, AnswerHead
+from disagg.router.body import BodyLimits, read_body
+from disagg.router.chat import ChatFormat
+from disagg.router.choice import Piece
+from disagg.router.completions import CompletionFormat
+from disagg.router.fields import JsonObject, read_object
+from disagg.router.http_errors import JSON, http_error
+from disagg.router.models import ServedModels
+from disagg.router.openai_types import SharedParams, read_chat, read_completion
+from disagg.router.sse import DONE, EventStream, event, unless_client_goes
+from disagg.router.text import ModelText, chat_requests, completion_requests
+
+_log = logging.getLogger(__name__)
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A request that passed every check this side of the service."""
+
+    params: SharedParams
+    requests: tuple[GenerateRequest, ...]
+    text: ModelText
+    written: tuple[str | None, ...]  # the prompts as the client wrote them; None: as token ids
+
+
+Prepare = Callable[[JsonObject, Mapping[str, ModelStatus]], Prepared]
+Format = type[ChatFormat] | type[CompletionFormat]
+
+
+def draw_random_seed() -> int:
+    return secrets.randbits(63)
+
+
+class Generation:
+    """/v1/chat/completions and /v1/completions."""
+
+    def __init__(
+        self,
+        service: GenerationService,
+        models: ServedModels,
+        access: Access,
+        text_threads: Executor,
+        limits: BodyLimits,
+        clock: Callable[[], float],
+        draw_seed: Callable[[], int],
+    ) -> None:
+        self._service = service
+        self._models = models
+        self._access = access
+        self._text_threads = text_threads
+        self._limits = limits
+        self._clock = clock
+        self._draw_seed = draw_seed
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, self._prepare_chat, ChatFormat, "chatcmpl-")
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, self._prepare_completion, CompletionFormat, "cmpl-")
+
+    async def _generate(self, request: Request, prepare: Prepare, form: Format, prefix: str) -> Response:
+        caller = self._access.caller(request.headers)
+        body = await read_body(request, self._limits)
+        return await unless_client_goes(request.receive, self._answer(caller, body, prepare, form, prefix))
+
+    async def _answer(self, caller: Caller, body: bytes, prepare: Prepare, form: Format, prefix: str) -> Response:
+        statuses, depth = self._models.statuses(), self._limits.max_depth
+        loop = asyncio.get_running_loop()
+        job = await loop.run_in_executor(self._text_threads, lambda: prepare(read_object(body, depth), statuses))
+        params, tokenizer = job.params, job.text.tokenizer
+        caller.admit(sum(len(each.prompt_ids) for each in job.requests), time.monotonic())
+        requests = [_of(caller, each) for each in job.requests]
+        answer = OpenAnswer(self._service, requests, tokenizer, params, job.written)
+        is_handed_over = False
+
+        async def close() -> None:
+            await answer.close()
+            caller.meter.charge(answer.usage.completion_tokens, time.monotonic())
+
+        try:
+            head = AnswerHead(
+                id=prefix + answer.name,
+                created=int(self._clock()),
+                model=params.model,
+                has_usage=params.include_usage,
+                num_logprobs=params.num_logprobs,
+                num_prompt_logprobs=params.num_prompt_logprobs,
+            )
+            writer = form(head, tokenizer)
+            if not params.stream:
+                return Response(writer.whole(await answer.collect(), answer.usage), media_type=JSON)
+            chunks = _Chunks(answer, writer, params)
+            await chunks.open()
+            is_handed_over = True
+            return EventStream(chunks.next, close)
+        finally:
+            if not is_handed_over:
+                await close()
+
+    def _prepare_chat(self, body: JsonObject, statuses: Mapping[str, ModelStatus]) -> Prepared:
+        request = read_chat(body)
+        text = self._models.text(request.params.model)
+        requests = chat_requests(request, text, statuses[request.params.model], self._draw_seed())
+        return Prepared(request.params, requests, text, (None,))
+
+    def _prepare_completion(self, body: JsonObject, statuses: Mapping[str, ModelStatus]) -> Prepared:
+        request = read_completion(body)
+        text = self._models.text(request.params.model)
+        requests = completion_requests(request, text, statuses[request.params.model], self._draw_seed())
+        written = tuple(prompt if isinstance(prompt, str) else None for prompt in request.prompts)
+        return Prepared(request.params, requests, text, written)
+
+
+def _of(caller: Caller, request: GenerateRequest) -> GenerateRequest:
+    return msgspec.structs.replace(
+        request, priority=caller.priority, slo_class=caller.slo_class, tenant=caller.name, cache_salt=caller.name
+    )
+
+
+class _Chunks:
+    """Events of one stream. After a failure an error event is the last one: without [DONE] it is no whole answer."""
+
+    def __init__(self, answer: OpenAnswer, writer: AnswerFormat, params: SharedParams) -> None:
+        self._answer = answer
+        self._writer = writer
+        self._params = params
+        self._opening: bytes | None = None
+        self._is_over = False
+
+    async def open(self) -> None:
+        """Wait for the first event. Raises the DisaggError with which the answer failed before it."""
+        pieces = await self._answer.next_pieces()
+        self._opening = self._writer.opening(self._answer.num_choices) + self._written(pieces or ())
+
+    async def next(self) -> bytes | None:
+        """What follows; "" when an event shows nothing, None after the last."""
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            return opening
+        if self._is_over:
+            return None
+        try:
+            pieces = await self._answer.next_pieces()
+        except Exception as error:
+            if not isinstance(error, DisaggError):
+                _log.exception("answer %s broke", self._answer.name)
+            self._is_over = True
+            return event(http_error(error).json)
+        if pieces is not None:
+            return self._written(pieces)
+        self._is_over = True
+        return (self._writer.usage(self._answer.usage) if self._params.include_usage else b"") + DONE
+
+    def _written(self, pieces: Sequence[Piece]) -> bytes:
+        usage = self._answer.usage if self._params.continuous_usage else None
+        return b"".join([self._writer.piece(piece, usage) for piece in pieces])

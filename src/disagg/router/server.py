@@ -1,0 +1,55 @@
+"""The HTTP server of a router process: uvicorn without its own signal handling, since stopping is ours."""
+
+import contextlib
+import resource
+from collections.abc import Generator
+
+import msgspec
+import uvicorn
+from starlette.types import ASGIApp
+
+from disagg.router.connection import DEFAULT_CONNECTION_LIMITS, ConnectionLimits, connection_class
+
+STOP_TIMEOUT_S = 3.0  # for open HTTP connections, once told to stop
+
+
+class TlsFiles(msgspec.Struct, frozen=True):
+    """Paths of a certificate (with its chain) and of its private key, both PEM."""
+
+    certificate: str
+    key: str
+
+
+class HttpServer(uvicorn.Server):
+    """Serves one application on sockets that listen already."""
+
+    def __init__(
+        self, app: ASGIApp, limits: ConnectionLimits = DEFAULT_CONNECTION_LIMITS, tls: TlsFiles | None = None
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=connection_class(limits),
+                ws="none",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                lifespan="off",
+                timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]  # whole seconds are not needed
+                timeout_graceful_shutdown=int(STOP_TIMEOUT_S),
+                ssl_certfile=tls.certificate if tls is not None else None,
+                ssl_keyfile=tls.key if tls is not None else None,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def raise_descriptor_limit() -> None:
+    """As many descriptors as the system lets this process have: each client's connection is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,101 @@
+"""One request sent along every path that a prompt can take, and what the answers have in common."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+from tests.e2e.cluster import SMALL, Front
+
+from disagg.testing.processes import Serve
+
+MODEL = "tiny-llama"
+# "local": the decode worker reads the prompt itself, since it is shorter than --local-prefill-tokens.
+PATHS: Mapping[str, tuple[str, ...]] = {
+    "mixed": ("--mixed", "1"),
+    "disaggregated": ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0"),
+    "local": ("--prefill", "1", "--decode", "1"),
+}
+
+Json = dict[str, Any]
+
+
+class Reply(NamedTuple):
+    """An answer without what differs between any two: ids and times."""
+
+    status: int
+    body: Json  # of a whole answer or an error
+    events: tuple[Json, ...]  # of a stream
+
+    @property
+    def choices(self) -> list[Json]:
+        return list(self.body["choices"])
+
+    @property
+    def text(self) -> str:
+        return str(self.choices[0]["text"])
+
+    @property
+    def error(self) -> Json:
+        return dict(self.body["error"])
+
+    def streamed(self, index: int = 0) -> list[Json]:
+        """The parts of one choice, in order."""
+        return [choice for event in self.events for choice in event["choices"] if choice["index"] == index]
+
+
+class Paths:
+    """The three deployments of one model."""
+
+    def __init__(self, fronts: Mapping[str, Front]) -> None:
+        self.fronts = fronts
+
+    def post(self, body: Mapping[str, Any], path: str = "/v1/completions") -> Reply:
+        """Along every path; the answers must be equal."""
+        replies = {name: _reply(front.post(body, path)) for name, front in self.fronts.items()}
+        first = replies["mixed"]
+        for name, reply in replies.items():
+            assert reply == first, f"{name} answers otherwise than mixed:\n{reply}\n{first}"
+        return first
+
+    def complete(self, prompt: object, **more: Any) -> Reply:
+        """A greedy completion that succeeds."""
+        reply = self.post(completion(prompt, **more))
+        assert reply.status == httpx.codes.OK, reply
+        return reply
+
+    def chat(self, content: object, **more: Any) -> Reply:
+        messages = [{"role": "user", "content": content}]
+        body = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 6, **more}
+        return self.post(body, "/v1/chat/completions")
+
+
+def completion(prompt: object, **more: Any) -> Json:
+    return {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 6, "ignore_eos": True, **more}
+
+
+@contextmanager
+def all_paths(model: Path) -> Iterator[Paths]:
+    """Every deployment, ready; gone afterwards."""
+    with ExitStack() as stack:
+        fronts = {}
+        for name, pools in PATHS.items():
+            serve = stack.enter_context(Serve((str(model), *pools, *SMALL)))
+            fronts[name] = stack.enter_context(Front(serve.url))
+        yield Paths(fronts)
+
+
+def _reply(response: httpx.Response) -> Reply:
+    if response.headers["content-type"].startswith("text/event-stream"):
+        *events, last, rest = response.text.split("\n\n")
+        assert (last, rest) == ("data: [DONE]", "")
+        parsed = [json.loads(event.removeprefix("data: ")) for event in events]
+        assert len({event["id"] for event in parsed}) == 1
+        return Reply(response.status_code, {}, tuple(_plain(event) for event in parsed))
+    return Reply(response.status_code, _plain(response.json()), ())
+
+
+def _plain(body: Json) -> Json:
+    return {key: value for key, value in body.items() if key not in ("id", "created")}

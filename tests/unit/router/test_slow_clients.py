@@ -1,0 +1,175 @@
+"""Clients that send half a request, stall, stop reading or vanish: each costs its own connection, and that only."""
+
+import asyncio
+import gc
+import json
+import resource
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.unit.router.site import MakeSite, Site
+from tests.unit.transport.rigs import open_descriptors
+from tests.unit.worker.rigs import until
+
+from disagg.modelfiles.tokenizer import ModelTokenizer
+from disagg.router.body import BodyLimits
+from disagg.router.connection import MAX_HEADER_BYTES, ConnectionLimits
+from disagg.router.listening import listen
+from disagg.router.server import HttpServer, TlsFiles
+from disagg.testing.generation import Script
+
+DEADLINE_S = 20.0
+NUM_CLIENTS = 200
+LIMITS = ConnectionLimits(header_timeout_s=0.3, write_timeout_s=0.3, keep_alive_s=0.3)
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
+
+
+@asynccontextmanager
+async def served(site: Site, limits: ConnectionLimits = LIMITS, tls: TlsFiles | None = None) -> AsyncIterator[int]:
+    """The port of a site behind the router's own server."""
+    server, listener = HttpServer(site.app, limits, tls), listen("127.0.0.1", 0)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await asyncio.wait_for(task, DEADLINE_S)
+        listener.close()
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    async with asyncio.timeout(DEADLINE_S):
+        try:
+            return await reader.read()
+        except ConnectionResetError:
+            return b""
+
+
+def request(**fields: object) -> bytes:
+    content = json.dumps({"model": "tiny", "prompt": "hi", **fields}).encode()
+    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
+
+
+async def is_served(port: int) -> bool:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=DEADLINE_S) as client:
+        return (await client.post("/v1/completions", json={"model": "tiny", "prompt": "hi"})).status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"P", b"\r\n", HEAD, request() + b"GET /hea"])
+async def test_headers_that_do_not_come(make_site: MakeSite, sent: bytes) -> None:
+    async with served(make_site()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        answer = await until_closed(reader)
+        assert answer.startswith(b"HTTP/1.1 200") == (len(sent) > len(HEAD))
+        writer.close()
+        assert await is_served(port)
+
+
+async def test_a_body_that_does_not_come(make_site: MakeSite) -> None:
+    async with served(make_site(limits=BodyLimits(timeout_s=0.2))) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b'\r\n{"model":')
+        answer = await until_closed(reader)
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b'"code":"request_timeout"' in answer
+        writer.close()
+
+
+async def test_a_body_that_drips_after_its_refusal(make_site: MakeSite) -> None:
+    async with served(make_site(limits=BodyLimits(max_bytes=500))) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"\r\n")
+
+        async def drip() -> None:
+            while True:
+                writer.write(b"x")
+                await asyncio.sleep(0.05)
+
+        dripping = asyncio.create_task(drip())  # one byte now and then keeps nothing open
+        answer = await until_closed(reader)
+        dripping.cancel()
+        await asyncio.wait({dripping})
+        assert b"413" in answer
+        writer.close()
+
+
+async def test_headers_without_end(make_site: MakeSite) -> None:
+    async with served(make_site(), ConnectionLimits(header_timeout_s=DEADLINE_S)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD + b"X-Long: " + b"x" * (2 * MAX_HEADER_BYTES))
+        answer = await until_closed(reader)
+        assert not answer or answer.startswith(b"HTTP/1.1 400")
+        writer.close()
+        assert await is_served(port)
+
+
+async def test_a_client_that_stops_reading_is_cut_off_and_its_work_ends(
+    make_site: MakeSite, tokenizer: ModelTokenizer
+) -> None:
+    ids = tuple(tokenizer.encode("a b c d e f g ")) * 20_000
+    site = make_site(lambda asked: Script(tokens=(ids,)))
+    async with served(site) as port:
+        lazy = socket.socket()
+        lazy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lazy.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(lazy, ("127.0.0.1", port))
+        sent = request(stream=True, max_tokens=4000, n=20)
+        await asyncio.get_running_loop().sock_sendall(lazy, sent)
+        async with asyncio.timeout(DEADLINE_S):
+            await site.service.submitted.wait()
+            await site.service.streams[0].aborted.wait()
+        lazy.close()
+        assert await is_served(port)
+
+
+async def test_many_bad_clients_leave_nothing(make_site: MakeSite, tokenizer: ModelTokenizer) -> None:
+    """Half a request, a stalled body, a stream that is left, a reset: all at once, and one good client among them."""
+    site = make_site(lambda asked: Script(tokens=(tuple(tokenizer.encode("a b c")),), held_after=asked.sampling.seed))
+    good: dict[str, object] = {"model": "tiny", "prompt": "hi", "seed": 100}
+    async with served(site) as port, httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as client:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        assert (await client.post(url, json=good)).status_code == 200
+        gc.collect()
+        before, memory = open_descriptors(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        writers = []
+        for number in range(NUM_CLIENTS):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write((HEAD, HEAD + b"\r\n{", request(stream=True, seed=1), request(seed=1))[number % 4])
+            writers.append(writer)
+        await until(lambda: len(site.service.streams) >= NUM_CLIENTS // 2 + 1)
+        assert (await client.post(url, json=good)).status_code == 200
+        for number, writer in enumerate(writers):
+            if number % 8 < 4:
+                writer.transport.abort()
+            else:
+                writer.close()
+        await until(lambda: len(open_descriptors()) <= len(before))
+        assert (await client.post(url, json=good)).status_code == 200
+    site.service.check_invariants()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 40_000  # KiB
+
+
+async def test_https(make_site: MakeSite, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    try:
+        process = await asyncio.create_subprocess_exec(*command, *names, stderr=asyncio.subprocess.DEVNULL)
+    except FileNotFoundError:
+        pytest.skip("no openssl here: it makes the certificate")
+    assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
+    import ssl
+
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    async with (
+        served(make_site(), ConnectionLimits(), TlsFiles(str(certificate), str(key))) as port,
+        httpx.AsyncClient(verify=trusting, trust_env=False, timeout=DEADLINE_S) as client,
+    ):
+        assert (await client.get(f"https://127.0.0.1:{port}/health")).status_code == 200
+        with pytest.raises(httpx.HTTPError):
+            await client.get(f"http://127.0.0.1:{port}/health")
