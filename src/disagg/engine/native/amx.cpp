@@ -1,6 +1,7 @@
 // int8 products of many rows on AMX: exact sums of a group of inputs by 16 x 16 tiles, then the very float operations
 // that kernels.cpp does, so the bits are the same.
 
+#include "amx_tiles.h"
 #include "int8_rows.h"
 #include "kernels.h"
 #include "scratch.h"
@@ -30,16 +31,8 @@ bool try_enable() {
 }
 
 // Tiles 0 to 3 are sums, 4 and 5 coarse and fine rows, 6 and 7 weights of two panels.
-struct __attribute__((packed)) TileShapes {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, GROUP, GROUP, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, GROUP / 4, GROUP / 4};
-};
-
-// A constant: GCC 12 does not see that the instruction reads it and would leave out stores to a local one.
-static const TileShapes shapes;
-
-static void shape_tiles() { _tile_loadconfig(&shapes); }
+static constexpr TileShapes shapes = {
+    1, 0, {}, {64, 64, 64, 64, GROUP, GROUP, 64, 64}, {16, 16, 16, 16, 16, 16, GROUP / 4, GROUP / 4}};
 
 static void quantize(const Int8Product &p, const QuantizedRows &x) {
 #pragma omp parallel for num_threads(num_threads) schedule(static)
@@ -145,7 +138,7 @@ void product_int8(const Int8Product &p) {
     int64_t num_jobs = (num_pairs + step - 1) / step;
 #pragma omp parallel num_threads(num_threads)
     {
-        shape_tiles();
+        shape_tiles(shapes);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t job = 0; job < num_jobs; job++)
             for (int64_t row = 0; row < p.rows; row += ROWS)

@@ -81,7 +81,9 @@ extern const Kernels kernels;
 }
 namespace amx {
 void product_int8(const Int8Product &);  // for many rows; the same bits as the others'
-bool try_enable();                       // asks the kernel; once per process
+void product_f16(const Product &);       // bits of their own
+void product_f32(const Product &);
+bool try_enable();  // asks the kernel; once per process
 }
 
 // Rows as whole numbers of 16 bits in two bytes: x = scale * (FINE * coarse + fine), one scale per group.
