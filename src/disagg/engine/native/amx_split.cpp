@@ -5,8 +5,8 @@
 // float32.
 //
 // A row's sums take inputs and parts in one order, whatever the number of rows: 32 inputs at a time, for each product of
-// parts the even and the odd inputs apart, their sum onto the row's. That is what a tile instruction does; for one or
-// two rows vectors do the same faster. Both take numbers below 2^-126 as 0.
+// parts the even and the odd inputs apart, their sum onto the row's. That is what a tile instruction does; it takes
+// numbers below 2^-126 as 0, and an infinite input makes its row's results NaN. Other instruction sets do not do it so.
 
 #include "amx_tiles.h"
 #include "kernels.h"
@@ -24,7 +24,7 @@ constexpr int64_t ROW_PARTS = 3;                // parts of a float32
 constexpr int64_t BLOCK_BYTES = 768 * 1024;     // of parts of weights of one job: they stay in the second cache
 constexpr int64_t BLOCK_ROWS = 2 * TILE_ROWS;   // done together
 constexpr int64_t MIN_PARALLEL = 1 << 17;       // multiplications below which threads do not pay
-constexpr int64_t PREFETCH_BYTES = 4096;        // how far ahead weights are asked for
+constexpr int64_t PREFETCH_BYTES = 16 * 1024;   // how far ahead weights are asked for, into the second cache
 
 static inline __m512 load(const float *p) { return _mm512_loadu_ps(p); }
 static inline __m512 load(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
@@ -55,7 +55,7 @@ static inline void split_weights(const Weight *weights, int64_t first, int64_t l
     for (int64_t k = first; k < last; k += 2) {
         const Weight *even = weights + k * PANEL, *odd = even + PANEL;
         for (size_t byte = 0; byte < 2 * PANEL * sizeof(Weight); byte += 64)
-            _mm_prefetch((const char *)even + byte + PREFETCH_BYTES, _MM_HINT_T0);
+            _mm_prefetch((const char *)even + byte + PREFETCH_BYTES, _MM_HINT_T1);
         for (int64_t half = 0; half < 2; half++)
             split_pairs<PARTS>(load(even + half * 16), load(odd + half * 16), out + half * PARTS * TILE + k * 16);
     }
@@ -83,14 +83,6 @@ struct SplitRows {
     int64_t tile_stride() const { return steps * ROW_PARTS * TILE; }
 };
 
-// Inputs of a row's step, zeros after the last.
-static inline void read_step(const Product &p, int64_t row, int64_t s, __m512 &low, __m512 &high) {
-    float values[STEP] = {};
-    int64_t present = row < p.rows ? std::min(STEP, p.inputs - s * STEP) : 0;
-    if (present > 0) std::memcpy(values, p.x + row * p.inputs + s * STEP, present * sizeof(float));
-    low = load(values), high = load(values + 16);
-}
-
 static inline __m512i words(__m512 low, __m512 high) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(low), 16))),
                               _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(high), 16)), 1);
@@ -98,8 +90,10 @@ static inline __m512i words(__m512 low, __m512 high) {
 
 static void split_row(const Product &p, const SplitRows &x, int64_t row) {
     for (int64_t s = 0; s < x.steps; s++) {
-        __m512 low, high;
-        read_step(p, row, s, low, high);
+        float values[STEP] = {};
+        int64_t present = row < p.rows ? std::min(STEP, p.inputs - s * STEP) : 0;
+        if (present > 0) std::memcpy(values, p.x + row * p.inputs + s * STEP, present * sizeof(float));
+        __m512 low = load(values), high = load(values + 16);
         for (int64_t part = 0; part < ROW_PARTS; part++) {
             _mm512_store_si512(x.at(row, s) + part * TILE, words(low, high));
             low = rest(low), high = rest(high);
@@ -119,100 +113,6 @@ static void write_out(const Product &p, int64_t row, int64_t rows, int64_t panel
         }
     }
 }
-
-// --- one or two rows: vectors, in the tiles' order -----------------------------------------------------------------
-
-constexpr int64_t VECTOR_ROWS = 2;
-
-// Products of parts in the order in which they are added: part of the weight, part of the row.
-template <int64_t PARTS>
-constexpr int64_t num_products = PARTS == 2 ? 5 : 6;
-constexpr int64_t ORDER[6][2] = {{2, 0}, {1, 0}, {1, 1}, {0, 1}, {0, 0}, {0, 2}};
-
-// As floats: [row][step][part][STEP]
-static void split_row_floats(const Product &p, int64_t steps, int64_t row, float *out) {
-    for (int64_t s = 0; s < steps; s++) {
-        __m512 low, high;
-        read_step(p, row, s, low, high);
-        for (int64_t part = 0; part < ROW_PARTS; part++) {
-            float *to = out + ((row * steps + s) * ROW_PARTS + part) * STEP;
-            _mm512_store_ps(to, _mm512_castsi512_ps(upper(low)));
-            _mm512_store_ps(to + 16, _mm512_castsi512_ps(upper(high)));
-            low = rest(low), high = rest(high);
-        }
-    }
-}
-
-// sums [ROWS] += one step of 16 columns; x is apart by x_row from row to row.
-template <int ROWS, class Weight>
-static inline void add_step_by_vectors(const float *x, int64_t x_row, const Weight *weights, __m512 *sums) {
-    constexpr int64_t PARTS = num_parts<Weight>, PRODUCTS = num_products<PARTS>, SKIPPED = 6 - PRODUCTS;
-    __m512 totals[2][ROWS][PRODUCTS];
-#pragma GCC unroll 32
-    for (int64_t i = 0; i < 2 * ROWS * PRODUCTS; i++) (&totals[0][0][0])[i] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < STEP; k += 2) {
-        _mm_prefetch((const char *)(weights + k * PANEL) + PREFETCH_BYTES, _MM_HINT_T0);
-        _mm_prefetch((const char *)(weights + (k + 1) * PANEL) + PREFETCH_BYTES, _MM_HINT_T0);
-#pragma GCC unroll 2
-        for (int64_t odd = 0; odd < 2; odd++) {
-            __m512 parts[PARTS], left = load(weights + (k + odd) * PANEL);
-#pragma GCC unroll 3
-            for (int64_t i = 0; i < PARTS; i++) {
-                parts[i] = _mm512_castsi512_ps(upper(left));
-                left = _mm512_sub_ps(left, parts[i]);
-            }
-#pragma GCC unroll 2
-            for (int64_t r = 0; r < ROWS; r++)
-#pragma GCC unroll 6
-                for (int64_t i = 0; i < PRODUCTS; i++) {
-                    const int64_t *pair = ORDER[SKIPPED + i];
-                    __m512 factor = _mm512_set1_ps(x[r * x_row + pair[1] * STEP + k + odd]);
-                    totals[odd][r][i] = _mm512_fmadd_ps(factor, parts[pair[0]], totals[odd][r][i]);
-                }
-        }
-    }
-#pragma GCC unroll 2
-    for (int64_t r = 0; r < ROWS; r++)
-#pragma GCC unroll 6
-        for (int64_t i = 0; i < PRODUCTS; i++)
-            sums[r] = _mm512_add_ps(sums[r], _mm512_add_ps(totals[0][r][i], totals[1][r][i]));
-}
-
-template <int ROWS, class Weight>
-static void panel_by_vectors(const Product &p, int64_t steps, const float *x, int64_t panel) {
-    __m512 sums[2][ROWS];
-    alignas(64) float out[VECTOR_ROWS * PANEL];
-    for (int r = 0; r < ROWS; r++) sums[0][r] = sums[1][r] = _mm512_setzero_ps();
-    for (int64_t s = 0; s < steps; s++) {
-        Weight padded[STEP * PANEL];
-        const Weight *weights = step_of<Weight>(p, panel, s, padded);
-        for (int64_t half = 0; half < 2; half++)
-            add_step_by_vectors<ROWS>(x + s * ROW_PARTS * STEP, steps * ROW_PARTS * STEP, weights + half * 16, sums[half]);
-    }
-    for (int r = 0; r < ROWS; r++)
-        for (int64_t half = 0; half < 2; half++) _mm512_store_ps(out + r * PANEL + half * 16, sums[half][r]);
-    write_out(p, 0, ROWS, panel, out);
-}
-
-template <class Weight>
-static void product_by_vectors(const Product &p) {
-    constexpr unsigned int NO_SMALL = 0x8040;  // as tiles do: numbers below 2^-126 are 0, read or written
-    thread_local Scratch<float> scratch;
-    int64_t steps = (p.inputs + STEP - 1) / STEP, num_panels = (p.outputs + PANEL - 1) / PANEL;
-    float *x = scratch.take(p.rows * steps * ROW_PARTS * STEP);
-    for (int64_t r = 0; r < p.rows; r++) split_row_floats(p, steps, r, x);
-#pragma omp parallel num_threads(num_threads) if (p.inputs * p.outputs > MIN_PARALLEL)
-    {
-        unsigned int before = _mm_getcsr();
-        _mm_setcsr(before | NO_SMALL);
-#pragma omp for schedule(static)
-        for (int64_t n = 0; n < num_panels; n++)
-            p.rows == 1 ? panel_by_vectors<1, Weight>(p, steps, x, n) : panel_by_vectors<2, Weight>(p, steps, x, n);
-        _mm_setcsr(before);
-    }
-}
-
-// --- tiles -----------------------------------------------------------------------------------------------------------
 
 // Of every tile but the weights', which are 6 and 7.
 static TileShapes shapes_of(int64_t rows) {
@@ -304,7 +204,7 @@ static inline void multiply() {
     if (IS_PAIR) _tile_dpbf16ps(3, 5, 7);
 }
 
-// In the order of ORDER; each product shares a part with the one before.
+// In the order of add_and_split; each product shares a part with the one before.
 template <bool IS_PAIR, int64_t PARTS>
 static inline void add_step(const uint16_t *x, int64_t tile_stride, const uint16_t *w) {
     load_rows<IS_PAIR>(x, tile_stride, 0);
@@ -369,7 +269,6 @@ static void many_rows(const Product &p, const SplitRows &x) {
 
 template <class Weight>
 static void product(const Product &p) {
-    if (p.rows <= VECTOR_ROWS) return product_by_vectors<Weight>(p);
     thread_local Scratch<uint16_t> scratch;
     int64_t steps = (p.inputs + STEP - 1) / STEP, tiles = (p.rows + TILE_ROWS - 1) / TILE_ROWS;
     SplitRows x{tiles * TILE_ROWS, steps, scratch.take(tiles * steps * ROW_PARTS * TILE)};

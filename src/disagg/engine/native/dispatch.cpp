@@ -41,6 +41,8 @@ int disagg_choose_isa(int wanted) {
     return isa;
 }
 
+int disagg_isa() { return isa; }
+
 void disagg_set_num_threads(int wanted) { num_threads = wanted; }
 
 // is_split: by parts in tiles, which level AMX_BF16 alone can do.

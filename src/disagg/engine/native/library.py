@@ -2,7 +2,8 @@
 
     library = load_library()      None where there is none: callers then use torch's own operations
 
-Calls release the GIL. Results do not depend on threads, nor on the instruction set that is used.
+Calls release the GIL. Results do not depend on threads, nor on the instruction set that is used; but for float products
+in bf16 tiles, which only AMX gives (NativeLibrary.portable goes without).
 """
 
 import ctypes
@@ -62,21 +63,24 @@ class NativeLibrary:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
         library.disagg_choose_isa.argtypes, library.disagg_choose_isa.restype = [c_int], c_int
-        self.isa = self.choose_isa(Isa.AMX_BF16)
+        library.disagg_isa.argtypes, library.disagg_isa.restype = [], c_int
 
     def portable(self) -> "NativeLibrary":
         """The same kernels, with the float products of every x86-64 CPU."""
         return NativeLibrary(self._library, is_portable=True)
 
     @property
+    def isa(self) -> Isa:
+        return Isa(self._library.disagg_isa())
+
+    @property
     def arithmetic(self) -> str:
-        """Equal names, equal bits."""
+        """Float products of the same name give the same bits."""
         return "native" if self._is_portable or self.isa < Isa.AMX_BF16 else "native in bf16 tiles"
 
     def choose_isa(self, wanted: Isa) -> Isa:
         """Use the best level of this machine up to `wanted`; says which."""
-        self.isa = Isa(self._library.disagg_choose_isa(int(wanted)))
-        return self.isa
+        return Isa(self._library.disagg_choose_isa(int(wanted)))
 
     def set_num_threads(self, num_threads: int) -> None:
         self._library.disagg_set_num_threads(num_threads)
@@ -194,7 +198,7 @@ def load_library() -> NativeLibrary | None:
     except (BuildError, OSError) as error:
         _log.warning("no native kernels, torch's own are used instead: %s", error)
         return None
-    if library.isa is Isa.NONE:
+    if library.choose_isa(Isa.AMX_BF16) is Isa.NONE:
         _log.warning("no native kernels, torch's own are used instead: this processor has no AVX2, FMA and F16C")
         return None
     _keep_freed_memory()
@@ -204,9 +208,9 @@ def load_library() -> NativeLibrary | None:
 def choose_library(kernels: Kernels, device: torch.device) -> NativeLibrary | None:
     """None: torch's own. Raises ConfigurationError when native kernels are asked for and not here."""
     library = load_library() if kernels is not Kernels.TORCH and device.type == "cpu" else None
-    if kernels is Kernels.NATIVE and library is None:
+    if kernels in (Kernels.NATIVE, Kernels.PORTABLE) and library is None:
         raise ConfigurationError("native kernels are not here: they need an x86-64 CPU with AVX2 and a C++ compiler")
-    return library
+    return library.portable() if library is not None and kernels is Kernels.PORTABLE else library
 
 
 def pack_panels(weight: Tensor, dtype: torch.dtype) -> Tensor:
