@@ -105,17 +105,20 @@ static void block(const Int8Product &p, const QuantizedRows &x, int64_t row, int
             store(out + r * COLUMNS + c, p.bias && c < columns ? load(p.bias + n * INT8_PANEL + c) : zero());
     const int8_t *first = p.weights + n * panel_bytes, *second = p.weights + other * panel_bytes;
     const float *scales = p.scales + n * groups * INT8_PANEL, *others = p.scales + other * groups * INT8_PANEL;
+    auto multiply = [&](int64_t begin) {
+        for (int64_t g = begin; g < std::min(begin + TOGETHER, groups); g++)
+            group_sums(x.at(row, g), x.row_bytes(), first + g * GROUP * INT8_PANEL, second + g * GROUP * INT8_PANEL,
+                       sums[begin / TOGETHER % 2] + (g - begin) * 4 * TILE);
+    };
+    multiply(0);
     for (int64_t g = 0; g < groups; g += TOGETHER) {
-        int64_t count = std::min(TOGETHER, groups - g);
-        int32_t *now = sums[g / TOGETHER % 2];
-        for (int64_t i = g; i < g + count; i++)
-            group_sums(x.at(row, i), x.row_bytes(), first + i * GROUP * INT8_PANEL, second + i * GROUP * INT8_PANEL,
-                       now + (i - g) * 4 * TILE);
+        if (g + TOGETHER < groups) multiply(g + TOGETHER);  // tiles work while vectors take over the sums before
+        const int32_t *now = sums[g / TOGETHER % 2];
         const float *row_scales = x.scales + row * groups + g;
-        if (count == TOGETHER)
+        if (g + TOGETHER <= groups)
             add_groups<TOGETHER>(now, row_scales, groups, scales + g * INT8_PANEL, others + g * INT8_PANEL, out);
         else
-            for (int64_t i = 0; i < count; i++)
+            for (int64_t i = 0; i < groups - g; i++)
                 add_groups<1>(now + i * 4 * TILE, row_scales + i, groups, scales + (g + i) * INT8_PANEL,
                               others + (g + i) * INT8_PANEL, out);
     }
@@ -126,11 +129,9 @@ static void block(const Int8Product &p, const QuantizedRows &x, int64_t row, int
 void product_int8(const Int8Product &p) {
     thread_local Scratch<int8_t> values;
     thread_local Scratch<float> row_scales;
-    thread_local Scratch<int32_t> row_sums;
     int64_t groups = (p.inputs + GROUP - 1) / GROUP, num_panels = (p.outputs + INT8_PANEL - 1) / INT8_PANEL;
     int64_t rows = (p.rows + ROWS - 1) / ROWS * ROWS, num_pairs = (num_panels + 1) / 2;
-    QuantizedRows x{rows, groups, values.take(rows * groups * 2 * GROUP), row_scales.take(rows * groups),
-                    row_sums.take(rows * groups * 2)};
+    QuantizedRows x{rows, groups, values.take(rows * groups * 2 * GROUP), row_scales.take(rows * groups), nullptr};
     quantize(p, x);
     // Panels of one job stay in the second cache while the rows pass by; a row's results lie side by side.
     int64_t fair = (num_pairs + 2 * num_threads - 1) / (2 * num_threads);

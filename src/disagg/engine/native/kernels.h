@@ -91,7 +91,7 @@ struct QuantizedRows {
     int64_t rows, groups;
     int8_t *values;  // [row][group][coarse, fine][GROUP]
     float *scales;   // [row][group]
-    int32_t *sums;   // [row][group][coarse, fine]
+    int32_t *sums;   // [row][group][coarse, fine]; null: not wanted
 
     int8_t *at(int64_t row, int64_t group) const { return values + (row * groups + group) * 2 * GROUP; }
     int64_t row_bytes() const { return groups * 2 * GROUP; }
