@@ -33,6 +33,7 @@ HEAD_SHAPE = (576, 49152)
 TINY_SHAPES = [(72, 120), (72, 72), (72, 224), (112, 72), (72, 313), (48, 80)]
 ALL_SIZES = [*range(1, 65), 100, 128, 256, 512]
 CHOICES = (Kernels.TORCH, Kernels.NATIVE)
+ALL_CHOICES = (*CHOICES, Kernels.PORTABLE)
 SOME_SIZES = [1, 2, 3, 4, 7, 8, 12, 13, 15, 16, 17, 24, 25, 31, 33, 48, 57, 64, 193]
 
 
@@ -61,7 +62,9 @@ def native() -> NativeLibrary:
 def maker(kernels: Kernels, weights: Weights) -> LinearMaker:
     if kernels is Kernels.TORCH and weights is Weights.INT8:
         pytest.skip("int8 needs the native kernels")
-    return LinearMaker(weights, native() if kernels is Kernels.NATIVE else None)
+    if kernels is Kernels.TORCH:
+        return LinearMaker(weights, None)
+    return LinearMaker(weights, native().portable() if kernels is Kernels.PORTABLE else native())
 
 
 def random_tensor(*shape: int, seed: int = 0) -> Tensor:
@@ -69,7 +72,7 @@ def random_tensor(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("kernels", CHOICES)
+@pytest.mark.parametrize("kernels", ALL_CHOICES)
 @pytest.mark.parametrize("weights", Weights)
 def test_linears_are_row_invariant(weights: Weights, kernels: Kernels, has_bias: bool, num_threads: int) -> None:
     linears, kind = maker(kernels, weights), f"{kernels.value} {weights.value}"
@@ -83,7 +86,7 @@ def test_linears_are_row_invariant(weights: Weights, kernels: Kernels, has_bias:
         print(f"{kind} {num_inputs} -> {num_outputs}, bias {has_bias}, {num_threads} threads: bit-equal")
 
 
-@pytest.mark.parametrize("kernels", CHOICES)
+@pytest.mark.parametrize("kernels", ALL_CHOICES)
 @pytest.mark.parametrize("weights", Weights)
 def test_linears_give_the_same_bits_with_one_and_two_threads(weights: Weights, kernels: Kernels) -> None:
     """Workers of one pair may have different numbers of cores."""
@@ -211,12 +214,13 @@ def test_attention_is_independent_of_batch_and_chunks(
 
 ENGINES = [("torch", "fp32", "llama"), ("torch", "fp32", "qwen2"), ("torch", "fp16", "llama")]
 ENGINES += [("native", weights.value, family) for weights in Weights for family in ("llama", "qwen2")]
+ENGINES += [("portable", "fp32", "llama"), ("portable", "fp16", "llama")]
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids=" ".join)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchEngine:
     kernels, weights, family = request.param
-    if kernels == Kernels.NATIVE:
+    if kernels != Kernels.TORCH:
         native()
     path = write_tiny_model(tmp_path_factory.mktemp("tiny"), family, tie_embeddings=False, hidden_size=96)
     return make_engine(path, num_blocks=200, kernels=Kernels(kernels), weights=Weights(weights))
@@ -227,16 +231,18 @@ def stored(engine: TorchEngine, blocks: list[int], num_tokens: int) -> Tensor:
 
 
 @pytest.mark.parametrize("weights", Weights)
-def test_every_instruction_set_gives_the_same_bits(weights: Weights, tmp_path: Path) -> None:
-    """So workers on unlike machines may serve one pool in exact mode."""
+def test_every_instruction_set_gives_the_same_portable_bits(weights: Weights, tmp_path: Path) -> None:
+    """So workers on unlike machines may serve one pool in exact mode: as they are with int8, else --kernels portable."""
     library = native()
     path = write_tiny_model(tmp_path, "qwen2", tie_embeddings=False, hidden_size=192)
     prompt = [int(t) for t in torch.randint(TINY_VOCAB, (200,), generator=torch.Generator().manual_seed(3))]
+    kernels = Kernels.NATIVE if weights is Weights.INT8 else Kernels.PORTABLE
     best, seen = library.isa, []
     try:
         for isa in (isa for isa in Isa if Isa.NONE < isa <= best):
             assert library.choose_isa(isa) is isa
-            engine = make_engine(path, num_blocks=20, kernels=Kernels.NATIVE, weights=weights)
+            engine = make_engine(path, num_blocks=20, kernels=kernels, weights=weights)
+            assert engine.arithmetic == f"{weights.value}, native"
             tokens = generate(engine, prompt, list(range(15)), 20, chunk=150)
             seen.append((tokens, stored(engine, list(range(15)), 219)))
     finally:

@@ -92,7 +92,12 @@ WeightsOption = Annotated[
 ]
 KernelsOption = Annotated[
     Kernels,
-    typer.Option("--kernels", help="Whose code computes; auto: native where it can be had.", rich_help_panel=POOLS),
+    typer.Option(
+        "--kernels",
+        help="Whose code computes; auto: native where it can be had. "
+        "portable: the bits of every x86-64 CPU, for exact numerics between CPUs with AMX and without.",
+        rich_help_panel=POOLS,
+    ),
 ]
 KvDtypeOption = Annotated[KvDtype, typer.Option("--kv-dtype", help="Numbers of the KV cache.", rich_help_panel=MEMORY)]
 KvMemory = Annotated[

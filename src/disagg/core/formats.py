@@ -22,5 +22,6 @@ class Kernels(enum.StrEnum):
     """Whose code computes."""
 
     AUTO = "auto"  # native where they can be had
-    NATIVE = "native"  # compiled for this machine's CPU
+    NATIVE = "native"  # compiled for this machine's CPU; float products in bf16 tiles where it has them (AMX)
+    PORTABLE = "portable"  # native, with the bits that every x86-64 CPU gives
     TORCH = "torch"

@@ -79,12 +79,18 @@ class TorchEngine:
         with torch.inference_mode():
             self._attention, self.operations = self._backends()
             self._model = self._load(model_path, weights)
-        self.arithmetic = f"{weights.value}, {'torch' if self._library is None else 'native'}"
+        self.arithmetic = f"{weights.value}, {self._kernels_name(weights)}"
 
     @property
     def is_row_invariant(self) -> bool:
         """Whether a row's result is independent of its batch, bit for bit: what exact numerics need."""
         return self._model.is_row_invariant
+
+    def _kernels_name(self, weights: Weights) -> str:
+        """Workers of one name give the same bits."""
+        if self._library is None:
+            return "torch"
+        return "native" if weights is Weights.INT8 else self._library.arithmetic
 
     def _load(self, path: Path, weights: Weights) -> Llama | GenericDecoder:
         if self.config.is_native:

@@ -24,6 +24,7 @@ _EQUAL: tuple[tuple[str, Callable[[WorkerCard], object]], ...] = (
     ("head dim", lambda card: card.layout.head_dim),
     ("KV order", lambda card: card.layout.order),
 )
+_ADVICE = {"arithmetic": "; --kernels portable gives CPUs with AMX and without the same, --numerics bounded allows both"}
 
 
 def card_flaw(card: WorkerCard) -> str:
@@ -45,7 +46,7 @@ def pairing_failure(one: WorkerCard, other: WorkerCard) -> Failure | None:
             return Failure(FailureKind.INVALID_REQUEST, f"{card.worker_id} cannot be paired: {flaw}")
     for what, value in _EQUAL:
         if value(one) != value(other):
-            return _refused(one, other, what, value(one), value(other))
+            return _refused(one, other, what, value(one), value(other), _ADVICE.get(what, ""))
     if one.protocol_max < other.protocol_min or other.protocol_max < one.protocol_min:
         mine, theirs = (f"{card.protocol_min}..{card.protocol_max}" for card in (one, other))
         return _refused(one, other, "protocol range", mine, theirs)
@@ -68,8 +69,10 @@ def is_handoff_pair(source: WorkerCard, destination: WorkerCard) -> bool:
     return (source.role, destination.role) in HANDOFF_ROLES and source.pool.model == destination.pool.model
 
 
-def _refused(one: WorkerCard, other: WorkerCard, what: str, mine: object, theirs: object) -> Failure:
+def _refused(
+    one: WorkerCard, other: WorkerCard, what: str, mine: object, theirs: object, advice: str = ""
+) -> Failure:
     return Failure(
         FailureKind.INVALID_REQUEST,
-        f"{one.worker_id} and {other.worker_id} cannot be paired: {what} {mine} is not {theirs}",
+        f"{one.worker_id} and {other.worker_id} cannot be paired: {what} {mine} is not {theirs}{advice}",
     )

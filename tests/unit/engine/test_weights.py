@@ -181,10 +181,12 @@ def test_int8_needs_the_native_kernels() -> None:
         LinearMaker(Weights.INT8, None)
 
 
-@pytest.mark.parametrize(("weights", "kernels"), [(w, k) for w in Weights for k in ("torch", "native")])
+@pytest.mark.parametrize(("weights", "kernels"), [(w, k) for w in Weights for k in ("torch", "native", "portable")])
 def test_linears_multiply(weights: Weights, kernels: str) -> None:
-    library = load_library() if kernels == "native" else None
-    if library is None and (kernels == "native" or weights is Weights.INT8):
+    library = load_library() if kernels != "torch" else None
+    if library is not None and kernels == "portable":
+        library = library.portable()
+    if library is None and (kernels != "torch" or weights is Weights.INT8):
         pytest.skip("no native kernels here")
     generator = torch.Generator().manual_seed(1)
     for num_outputs, num_inputs, num_rows in ((3, 5, 4), (49, 100, 70), (64, 64, 1)):

@@ -1,6 +1,7 @@
 // int8 products of many rows on AMX: exact sums of a group of inputs by 16 x 16 tiles, then the very float operations
 // that kernels.cpp does, so the bits are the same.
 
+#include "amx_tiles.h"
 #include "int8_rows.h"
 #include "kernels.h"
 #include "scratch.h"
@@ -30,16 +31,8 @@ bool try_enable() {
 }
 
 // Tiles 0 to 3 are sums, 4 and 5 coarse and fine rows, 6 and 7 weights of two panels.
-struct __attribute__((packed)) TileShapes {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {64, 64, 64, 64, GROUP, GROUP, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, GROUP / 4, GROUP / 4};
-};
-
-// A constant: GCC 12 does not see that the instruction reads it and would leave out stores to a local one.
-static const TileShapes shapes;
-
-static void shape_tiles() { _tile_loadconfig(&shapes); }
+static constexpr TileShapes shapes = {
+    1, 0, {}, {64, 64, 64, 64, GROUP, GROUP, 64, 64}, {16, 16, 16, 16, 16, 16, GROUP / 4, GROUP / 4}};
 
 static void quantize(const Int8Product &p, const QuantizedRows &x) {
 #pragma omp parallel for num_threads(num_threads) schedule(static)
@@ -112,17 +105,20 @@ static void block(const Int8Product &p, const QuantizedRows &x, int64_t row, int
             store(out + r * COLUMNS + c, p.bias && c < columns ? load(p.bias + n * INT8_PANEL + c) : zero());
     const int8_t *first = p.weights + n * panel_bytes, *second = p.weights + other * panel_bytes;
     const float *scales = p.scales + n * groups * INT8_PANEL, *others = p.scales + other * groups * INT8_PANEL;
+    auto multiply = [&](int64_t begin) {
+        for (int64_t g = begin; g < std::min(begin + TOGETHER, groups); g++)
+            group_sums(x.at(row, g), x.row_bytes(), first + g * GROUP * INT8_PANEL, second + g * GROUP * INT8_PANEL,
+                       sums[begin / TOGETHER % 2] + (g - begin) * 4 * TILE);
+    };
+    multiply(0);
     for (int64_t g = 0; g < groups; g += TOGETHER) {
-        int64_t count = std::min(TOGETHER, groups - g);
-        int32_t *now = sums[g / TOGETHER % 2];
-        for (int64_t i = g; i < g + count; i++)
-            group_sums(x.at(row, i), x.row_bytes(), first + i * GROUP * INT8_PANEL, second + i * GROUP * INT8_PANEL,
-                       now + (i - g) * 4 * TILE);
+        if (g + TOGETHER < groups) multiply(g + TOGETHER);  // tiles work while vectors take over the sums before
+        const int32_t *now = sums[g / TOGETHER % 2];
         const float *row_scales = x.scales + row * groups + g;
-        if (count == TOGETHER)
+        if (g + TOGETHER <= groups)
             add_groups<TOGETHER>(now, row_scales, groups, scales + g * INT8_PANEL, others + g * INT8_PANEL, out);
         else
-            for (int64_t i = 0; i < count; i++)
+            for (int64_t i = 0; i < groups - g; i++)
                 add_groups<1>(now + i * 4 * TILE, row_scales + i, groups, scales + (g + i) * INT8_PANEL,
                               others + (g + i) * INT8_PANEL, out);
     }
@@ -133,11 +129,9 @@ static void block(const Int8Product &p, const QuantizedRows &x, int64_t row, int
 void product_int8(const Int8Product &p) {
     thread_local Scratch<int8_t> values;
     thread_local Scratch<float> row_scales;
-    thread_local Scratch<int32_t> row_sums;
     int64_t groups = (p.inputs + GROUP - 1) / GROUP, num_panels = (p.outputs + INT8_PANEL - 1) / INT8_PANEL;
     int64_t rows = (p.rows + ROWS - 1) / ROWS * ROWS, num_pairs = (num_panels + 1) / 2;
-    QuantizedRows x{rows, groups, values.take(rows * groups * 2 * GROUP), row_scales.take(rows * groups),
-                    row_sums.take(rows * groups * 2)};
+    QuantizedRows x{rows, groups, values.take(rows * groups * 2 * GROUP), row_scales.take(rows * groups), nullptr};
     quantize(p, x);
     // Panels of one job stay in the second cache while the rows pass by; a row's results lie side by side.
     int64_t fair = (num_pairs + 2 * num_threads - 1) / (2 * num_threads);
@@ -145,7 +139,7 @@ void product_int8(const Int8Product &p) {
     int64_t num_jobs = (num_pairs + step - 1) / step;
 #pragma omp parallel num_threads(num_threads)
     {
-        shape_tiles();
+        shape_tiles(shapes);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t job = 0; job < num_jobs; job++)
             for (int64_t row = 0; row < p.rows; row += ROWS)

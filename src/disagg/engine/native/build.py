@@ -20,12 +20,13 @@ SOURCES = Path(__file__).parent
 COMMON = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512")
-AMX = (*AVX512, "-mamx-int8", "-mamx-tile")
+AMX = (*AVX512, "-mamx-int8", "-mamx-tile", "-mamx-bf16")
 # Object -> (source, its own flags). A source is compiled once per instruction set; the choice is made when it runs.
 OBJECTS = {
     "avx2.o": ("kernels.cpp", (*AVX2, "-DDISAGG_ISA=avx2")),
     "avx512.o": ("kernels.cpp", (*AVX512, "-DDISAGG_ISA=avx512")),
     "amx.o": ("amx.cpp", (*AMX, "-DDISAGG_ISA=amx_lanes")),
+    "amx_split.o": ("amx_split.cpp", AMX),
     "dispatch.o": ("dispatch.cpp", ()),
 }
 TIMEOUT_S = 300.0

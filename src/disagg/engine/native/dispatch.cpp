@@ -12,7 +12,7 @@ using namespace disagg;
 
 namespace {
 
-enum Isa : int { NONE = 0, AVX2 = 1, AVX512 = 2, AMX = 3 };
+enum Isa : int { NONE = 0, AVX2 = 1, AVX512 = 2, AMX = 3, AMX_BF16 = 4 };
 
 int best_isa() {
     __builtin_cpu_init();
@@ -21,7 +21,8 @@ int best_isa() {
                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                    __builtin_cpu_supports("avx512vnni");
     if (!has_512) return AVX2;
-    return amx::try_enable() ? AMX : AVX512;
+    if (!amx::try_enable()) return AVX512;
+    return __builtin_cpu_supports("amx-bf16") ? AMX_BF16 : AMX;
 }
 
 int isa = NONE;
@@ -40,20 +41,26 @@ int disagg_choose_isa(int wanted) {
     return isa;
 }
 
+int disagg_isa() { return isa; }
+
 void disagg_set_num_threads(int wanted) { num_threads = wanted; }
 
-void disagg_product(int is_half, int64_t rows, int64_t inputs, int64_t outputs, const float *x, const void *weights,
+// is_split: by parts in tiles, which level AMX_BF16 alone can do.
+void disagg_product(int is_half, int is_split, int64_t rows, int64_t inputs, int64_t outputs, const float *x, const void *weights,
                     const float *bias, float *y) {
     if (rows < 1) return;
     Product p{rows, inputs, outputs, x, weights, bias, y};
-    is_half ? kernels().product_f16(p) : kernels().product_f32(p);
+    if (is_split && isa >= AMX_BF16)
+        is_half ? amx::product_f16(p) : amx::product_f32(p);
+    else
+        is_half ? kernels().product_f16(p) : kernels().product_f32(p);
 }
 
 void disagg_product_int8(int64_t rows, int64_t inputs, int64_t outputs, const float *x, const int8_t *weights,
                          const float *scales, const float *bias, float *y) {
     if (rows < 1) return;
     Int8Product p{rows, inputs, outputs, x, weights, scales, bias, y};
-    isa == AMX && rows >= MIN_AMX_ROWS ? amx::product_int8(p) : kernels().product_int8(p);
+    isa >= AMX && rows >= MIN_AMX_ROWS ? amx::product_int8(p) : kernels().product_int8(p);
 }
 
 void disagg_attend(int is_half, int64_t num_sequences, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,

@@ -12,24 +12,30 @@ namespace DISAGG_ISA {
 // The largest value of a group becomes 127 coarse steps. Eight bits alone cost more than int8 weights do.
 static inline void quantize_row(const float *x, int64_t inputs, const disagg::QuantizedRows &rows, int64_t row) {
     using disagg::FINE, disagg::GROUP;
+    static_assert(GROUP == 2 * LANES);
     for (int64_t g = 0; g * GROUP < inputs; g++) {
+        const float *from = x + g * GROUP;
         float part[GROUP] = {};
-        std::memcpy(part, x + g * GROUP, std::min(GROUP, inputs - g * GROUP) * sizeof(float));
-        Vec peak = zero();
-        for (int64_t k = 0; k < GROUP; k += LANES) peak = max(peak, absolute(load(part + k)));
-        float limit = largest(peak);
-        Vec inverse = splat(limit > 0.0f ? 127.0f / limit : 0.0f);
-        int8_t *coarse = rows.at(row, g), *fine = coarse + GROUP;
-        for (int64_t k = 0; k < GROUP; k += LANES) {
-            Vec steps = mul(load(part + k), inverse), whole = nearest(steps);
-            store_bytes(coarse + k, whole);
-            store_bytes(fine + k, mul(sub(steps, whole), splat(float(FINE))));
+        if (inputs - g * GROUP < GROUP) {
+            std::memcpy(part, from, (inputs - g * GROUP) * sizeof(float));
+            from = part;
         }
-        int32_t *sums = rows.sums + (row * rows.groups + g) * 2;
-        sums[0] = sums[1] = 0;
-        for (int64_t k = 0; k < GROUP; k++) {
-            sums[0] += coarse[k];
-            sums[1] += fine[k];
+        Vec low = load(from), high = load(from + LANES);
+        float limit = largest(max(absolute(low), absolute(high)));
+        Vec inverse = splat(limit > 0.0f ? 127.0f / limit : 0.0f);
+        low = mul(low, inverse), high = mul(high, inverse);
+        Vec whole_low = nearest(low), whole_high = nearest(high);
+        Vec fine_low = nearest(mul(sub(low, whole_low), splat(float(FINE))));
+        Vec fine_high = nearest(mul(sub(high, whole_high), splat(float(FINE))));
+        int8_t *coarse = rows.at(row, g), *fine = coarse + GROUP;
+        store_bytes(coarse, whole_low);
+        store_bytes(coarse + LANES, whole_high);
+        store_bytes(fine, fine_low);
+        store_bytes(fine + LANES, fine_high);
+        if (rows.sums) {  // of whole numbers, so exact as floats
+            int32_t *sums = rows.sums + (row * rows.groups + g) * 2;
+            sums[0] = int32_t(sum(add(whole_low, whole_high)));
+            sums[1] = int32_t(sum(add(fine_low, fine_high)));
         }
         rows.scales[row * rows.groups + g] = limit / (127.0f * FINE);
     }

@@ -81,7 +81,9 @@ extern const Kernels kernels;
 }
 namespace amx {
 void product_int8(const Int8Product &);  // for many rows; the same bits as the others'
-bool try_enable();                       // asks the kernel; once per process
+void product_f16(const Product &);       // bits of their own
+void product_f32(const Product &);
+bool try_enable();  // asks the kernel; once per process
 }
 
 // Rows as whole numbers of 16 bits in two bytes: x = scale * (FINE * coarse + fine), one scale per group.
@@ -89,7 +91,7 @@ struct QuantizedRows {
     int64_t rows, groups;
     int8_t *values;  // [row][group][coarse, fine][GROUP]
     float *scales;   // [row][group]
-    int32_t *sums;   // [row][group][coarse, fine]
+    int32_t *sums;   // [row][group][coarse, fine]; null: not wanted
 
     int8_t *at(int64_t row, int64_t group) const { return values + (row * groups + group) * 2 * GROUP; }
     int64_t row_bytes() const { return groups * 2 * GROUP; }
