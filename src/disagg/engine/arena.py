@@ -37,8 +37,8 @@ def max_blocks_for(layout: KvLayout, num_bytes: int) -> int:
 class KvArena:
     """Keys and values of all blocks. Implements `disagg.kvcache.memory.MappableMemory`.
 
-    In host memory, transports read and write the arena itself, also from other processes. Elsewhere (or if `is_staged`) bytes go through host
-    buffers: gather copies them out, commit() copies them in.
+    In host memory, transports read and write the arena itself, also from other processes. Elsewhere (or if `is_staged`)
+    bytes go through host buffers: gather copies them out, commit() copies them in.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: str = "cpu", is_staged: bool | None = None) -> None:

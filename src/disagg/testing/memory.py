@@ -72,8 +72,8 @@ class BytesMemory:
 
     def _slice(self, segment: Segment) -> memoryview:
         offset, length = segment
-        if offset < 0 or length < 0 or offset + length > self.num_bytes:
-            raise InternalFault(f"{segment} is outside the arena of {self.num_bytes} bytes")
+        if offset < 0 or length < 0 or offset + length > self._view.nbytes:
+            raise InternalFault(f"{segment} is outside the arena of {self._view.nbytes} bytes")
         return self._view[offset : offset + length]
 
     def _count_commit(self) -> None:
@@ -86,7 +86,7 @@ class SealedBytesMemory(BytesMemory):
     def __init__(self, num_bytes: int = 0, *, data: bytes | None = None) -> None:
         super().__init__()
         self._sealed = SealedMemory(num_bytes if data is None else len(data))
-        self._view = memoryview(self._sealed.array)
+        self._view = self._sealed.array.data
         if data is not None:
             self._view[:] = data
 

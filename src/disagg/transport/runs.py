@@ -8,6 +8,7 @@ get it back.
     scratch   WINDOW_BYTES, in cache: rows are gathered into it, summed there, and scattered from it
 """
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -41,16 +42,15 @@ class MappedArena:
         self.num_bytes = num_bytes
         self._map = mmap.mmap(descriptor, num_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # no huge pages here: slower, not wrong
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # none here: slower, not wrong
-                pass
         self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
 
     def close(self) -> None:
         """Unmap; nothing may use `bytes` any more."""
         self.bytes = np.empty(0, np.uint8)
-        self._map.close()
+        with contextlib.suppress(BufferError):  # a failed copy's traceback still refers to it: unmapped with that
+            self._map.close()
 
 
 class _Pieces(msgspec.Struct, frozen=True):
@@ -84,7 +84,7 @@ def copy_runs(
         for at in range(0, len(wanted), per_window):
             window = scratch[: len(wanted) - at]
             np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
-            digest.update(window)
+            digest.update(window.data)
             target[places[at : at + per_window]] = window
         return digest.intdigest()
     for start, place, length in zip(*_plain(pieces), strict=True):
@@ -92,7 +92,7 @@ def copy_runs(
             stop = min(at + WINDOW_BYTES, length)
             piece = source[start + at : start + stop]
             destination[place + at : place + stop] = piece
-            digest.update(piece)
+            digest.update(piece.data)
     return digest.intdigest()
 
 
@@ -124,10 +124,10 @@ def sum_runs(arena: Bytes, runs: Sequence[Segment]) -> int:
         for at in range(0, len(wanted), per_window):
             window = scratch[: len(wanted) - at]
             np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
-            digest.update(window)
+            digest.update(window.data)
         return digest.intdigest()
     for start, _, length in zip(*_plain(pieces), strict=True):
-        digest.update(arena[start : start + length])
+        digest.update(arena[start : start + length].data)
     return digest.intdigest()
 
 
@@ -150,7 +150,8 @@ def _paired(source: Sequence[Segment], destination: Sequence[Segment]) -> _Piece
 def _offsets(columns: _Ints, starts: _Ints, edges: _Ints) -> _Ints:
     """Where in the arena each position of the byte stream lies."""
     run = np.searchsorted(starts, edges, side="right") - 1
-    return columns[run, 0] + edges - starts[run]
+    found: _Ints = columns[run, 0] + edges - starts[run]
+    return found
 
 
 def _columns(runs: Sequence[Segment]) -> _Ints:

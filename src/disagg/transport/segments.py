@@ -57,6 +57,17 @@ class SegmentSet:
         assert all(a < b for a, b in pairwise(edges)), f"intervals are not merged: {edges[:16]}"
 
 
+def write_flaw(source: Sequence[Segment], destination: Sequence[Segment], arena_bytes: int) -> str | None:
+    """Why a write out of an arena of so many bytes can never be sent, or None."""
+    ours, theirs = total_bytes(source), total_bytes(destination)
+    if ours != theirs:
+        return f"{ours} source bytes for {theirs} destination bytes; they must be equal"
+    outside = SegmentSet([Segment(0, arena_bytes)]).first_outside(source)
+    if outside is not None:
+        return f"{outside} is outside the arena of {arena_bytes} bytes; write only own blocks"
+    return None
+
+
 def batches(views: Sequence[memoryview], *, max_bytes: int, max_views: int) -> Iterator[list[memoryview]]:
     """Cut byte views, in order, into lists of at most `max_views` views and `max_bytes` bytes. Copies nothing."""
     batch: list[memoryview] = []

@@ -1,5 +1,6 @@
 """Copying and summing scattered runs: every cut, on both ways of doing it."""
 
+import itertools
 import random
 
 import numpy as np
@@ -29,7 +30,7 @@ def runs_of(rng: random.Random, unit: int, num_units: int) -> tuple[Segment, ...
 def shuffled_whole(rng: random.Random, num_runs: int) -> tuple[Segment, ...]:
     """The whole arena in runs of any length."""
     edges = sorted({0, ARENA_BYTES, *(rng.randrange(ARENA_BYTES) for _ in range(num_runs - 1))})
-    found = [Segment(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    found = [Segment(a, b - a) for a, b in itertools.pairwise(edges)]
     rng.shuffle(found)
     return tuple(found)
 
