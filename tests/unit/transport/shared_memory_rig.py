@@ -236,3 +236,4 @@ class SharedMemoryRig:
         self.receiver.close()
         self.relay.close()
         assert not self.ended
+        vars(self).clear()  # the arenas are given back, which is checked next
