@@ -155,6 +155,10 @@ class SharedMemoryReceiver:
     def endpoint(self) -> Endpoint:
         return self._endpoint
 
+    def endpoint_for(self, peer: WorkerId, incarnation: Incarnation) -> Endpoint:
+        """The endpoint as this paired peer is to see it: the domain's secret is proof enough."""
+        return self._endpoint
+
     def grant(self, peer: WorkerId, key: bytes, segments: Sequence[Segment]) -> None:
         """Allow `peer` to write into these segments under this key. Raises InternalFault for a key in use."""
         self._grants.grant(peer, key, segments)
@@ -238,7 +242,7 @@ class SharedMemoryReceiver:
                     is_over = self._take(writer, sender, decode_writer(body))
         except PeerFault as error:
             level = logging.WARNING if isinstance(error, ProtocolViolation) else logging.DEBUG
-            _log.log(level, "connection of process %d (%s) ended: %s", writer.pid, writer.sender, error)
+            _log.log(level, "connection of process %d (%s) ended: %s", writer.pid, writer.sender, str(error))
         except Exception:  # memory failed us: this connection ends, the others go on
             _log.exception("connection of process %d (%s) failed", writer.pid, writer.sender)
         finally:
@@ -371,9 +375,8 @@ class SharedMemoryReceiver:
             if writer not in self._writers:
                 return
             if writer.pid == os.getpid():
-                _log.error("a copy within this process holds key %s for %g s", key.hex(), self._fence_timeout_s)
+                _log.error("a copy within this process may still be written after %g s", self._fence_timeout_s)
                 return
-            _log.error("process %d (%s) may still write here and is ended by force", writer.pid, sender)
             self._outbox.put(WriterStuck(sender, key, writer.pid))
             self._end_writer(writer.pidfd)
         self._outbox.flush()

@@ -58,7 +58,7 @@ def test_bytes_arrive_in_order_and_the_sum_is_that_of_the_bytes(
         untouched[offset : offset + length] = False
     assert not target[untouched].any()
     other = np.zeros(ARENA_BYTES, np.uint8)
-    views = [memoryview(source)[offset : offset + length] for offset, length in source_runs]
+    views = [source.data[offset : offset + length] for offset, length in source_runs]
     assert copy_views(views, other, destination_runs) == told
     assert np.array_equal(other, target)
 
