@@ -108,6 +108,10 @@ class LocalStream:
         """Wake whoever receives here. The other end still reads what was sent, and sees no end yet."""
         self._shut(socket.SHUT_RD)
 
+    def stop_sending(self) -> None:
+        """Tell the other end that nothing more comes; what it says can still be read."""
+        self._shut(socket.SHUT_WR)
+
     def shut(self) -> None:
         """Make every call on this connection, in whatever thread, fail soon."""
         self._shut(socket.SHUT_RDWR)

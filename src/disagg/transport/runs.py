@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -21,9 +21,10 @@ import xxhash
 
 from disagg.core.errors import InternalFault
 from disagg.kvcache.memory import Segment
-from disagg.transport.segments import total_bytes
+from disagg.transport.segments import copy_views, total_bytes
 
 WINDOW_BYTES = 512 << 10
+PROGRESS_BYTES = 2 << 20
 LONG_RUN_BYTES = 128 << 10  # above this xxhash and numpy let other threads run, and one call costs little
 MIN_ROW_BYTES = 1024  # smaller rows cost more per byte than runs taken one by one
 
@@ -71,11 +72,29 @@ class _Pieces(msgspec.Struct, frozen=True):
 
 
 def copy_runs(
-    source: Bytes, source_runs: Sequence[Segment], destination: Bytes, destination_runs: Sequence[Segment]
+    source: Bytes,
+    source_runs: Sequence[Segment],
+    destination: Bytes,
+    destination_runs: Sequence[Segment],
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> int:
-    """Copy runs of equal total, however each side is cut. Returns the XXH3 of the bytes in order."""
-    pieces = _paired(source_runs, destination_runs)
+    """Copy runs of equal total, however each side is cut. Returns the XXH3 of the bytes in order.
+
+    `on_progress` is told, from time to time before the end, how many of the first bytes are in place.
+    """
     digest = xxhash.xxh3_64()
+    num_bytes = told = 0
+    for window in _copy_windows(source, destination, _paired(source_runs, destination_runs)):
+        digest.update(window.data)
+        if num_bytes - told >= PROGRESS_BYTES:  # of the windows before: this one need not be in place yet
+            told = num_bytes
+            on_progress(told)
+        num_bytes += window.nbytes
+    return digest.intdigest()
+
+
+def _copy_windows(source: Bytes, destination: Bytes, pieces: _Pieces) -> Iterator[Bytes]:
+    """Yields each window of bytes, in order, while it is in cache."""
     if size := pieces.row_bytes:
         table, target = _table(source, size), _table(destination, size)
         wanted, places = _rows(pieces.source, pieces.lengths, size), _rows(pieces.destination, pieces.lengths, size)
@@ -84,51 +103,64 @@ def copy_runs(
         for at in range(0, len(wanted), per_window):
             window = scratch[: len(wanted) - at]
             np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
-            digest.update(window.data)
+            yield window
             target[places[at : at + per_window]] = window
-        return digest.intdigest()
+        return
     for start, place, length in zip(*_plain(pieces), strict=True):
         for at in range(0, length, WINDOW_BYTES):
             stop = min(at + WINDOW_BYTES, length)
-            piece = source[start + at : start + stop]
-            destination[place + at : place + stop] = piece
-            digest.update(piece.data)
-    return digest.intdigest()
+            destination[place + at : place + stop] = source[start + at : start + stop]
+            yield source[start + at : start + stop]
 
 
-def copy_views(views: Sequence[memoryview], destination: Bytes, runs: Sequence[Segment]) -> int:
+def copy_buffers(views: Sequence[memoryview], destination: Bytes, runs: Sequence[Segment]) -> int:
     """The same out of buffers that are no part of a mapped arena."""
     digest = xxhash.xxh3_64()
-    places = [destination[offset : offset + length] for offset, length in runs]
-    target = places.pop(0) if places else destination[:0]
     for view in views:
         digest.update(view)
-        rest = np.frombuffer(view, np.uint8)
-        while rest.nbytes:
-            while not target.nbytes:
-                target = places.pop(0)
-            taken = min(rest.nbytes, target.nbytes)
-            target[:taken] = rest[:taken]
-            rest, target = rest[taken:], target[taken:]
+    arena = destination.data
+    copy_views(views, [arena[offset : offset + length] for offset, length in runs])
     return digest.intdigest()
 
 
-def sum_runs(arena: Bytes, runs: Sequence[Segment]) -> int:
-    """The XXH3 of the runs in order, as they lie."""
-    pieces = _paired(runs, runs)
-    digest = xxhash.xxh3_64()
-    if size := pieces.row_bytes:
-        table, wanted = _table(arena, size), _rows(pieces.source, pieces.lengths, size)
-        per_window = WINDOW_BYTES // size
-        scratch = np.empty((per_window, size), np.uint8)
-        for at in range(0, len(wanted), per_window):
-            window = scratch[: len(wanted) - at]
-            np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
-            digest.update(window.data)
-        return digest.intdigest()
-    for start, _, length in zip(*_plain(pieces), strict=True):
-        digest.update(arena[start : start + length].data)
-    return digest.intdigest()
+class RunSum:
+    """The XXH3 of runs in order, as they lie; taken as far as they are in place already."""
+
+    def __init__(self, arena: Bytes, runs: Sequence[Segment]) -> None:
+        self._digest = xxhash.xxh3_64()
+        self._windows = self._sum_windows(arena, _paired(runs, runs))
+        self._next_bytes = next(self._windows, 0)  # of the window to be summed next; 0 at the end
+        self._num_bytes = 0
+
+    def advance(self, num_bytes: int) -> None:
+        """The first `num_bytes` are in place: sum all windows that end there or before."""
+        while self._next_bytes and self._num_bytes + self._next_bytes <= num_bytes:
+            self._num_bytes += self._next_bytes
+            self._next_bytes = next(self._windows, 0)
+
+    def finish(self) -> int:
+        """All are in place."""
+        while self._next_bytes:
+            self.advance(self._num_bytes + self._next_bytes)
+        return self._digest.intdigest()
+
+    def _sum_windows(self, arena: Bytes, pieces: _Pieces) -> Iterator[int]:
+        """Yields the size of each window before it is summed."""
+        if size := pieces.row_bytes:
+            table, wanted = _table(arena, size), _rows(pieces.source, pieces.lengths, size)
+            per_window = WINDOW_BYTES // size
+            scratch = np.empty((per_window, size), np.uint8)
+            for at in range(0, len(wanted), per_window):
+                window = scratch[: len(wanted) - at]
+                yield window.nbytes
+                np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
+                self._digest.update(window.data)
+            return
+        for start, _, length in zip(*_plain(pieces), strict=True):
+            for at in range(start, start + length, WINDOW_BYTES):
+                window = arena[at : min(at + WINDOW_BYTES, start + length)]
+                yield window.nbytes
+                self._digest.update(window.data)
 
 
 def _paired(source: Sequence[Segment], destination: Sequence[Segment]) -> _Pieces:

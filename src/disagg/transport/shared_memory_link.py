@@ -30,7 +30,7 @@ from disagg.transport.api import ConnectionLost, Write, WriteFinished, WritesSto
 from disagg.transport.copy_queue import CopyQueue, Ticket
 from disagg.transport.local_stream import LocalStream, abstract_address, peer_pid
 from disagg.transport.outbox import Outbox
-from disagg.transport.runs import MappedArena, copy_runs, copy_views
+from disagg.transport.runs import MappedArena, copy_buffers, copy_runs
 from disagg.transport.shared_memory_wire import (
     Admission,
     Answer,
@@ -38,6 +38,7 @@ from disagg.transport.shared_memory_wire import (
     Farewell,
     Greeting,
     Permit,
+    Progress,
     Request,
     Withdrawal,
     decode_owner,
@@ -188,7 +189,9 @@ class SharedMemoryLink:
         assert connection is not None, "no permit outlives its connection"
         failure, checksum = None, 0
         try:
-            checksum = self._copy_bytes(write, connection.arena)
+            checksum = self._copy_bytes(ticket, connection.arena)
+        except PeerFault:  # the connection's: every write fails
+            raise
         except Exception as error:  # the arena's fault: this write fails, the link goes on
             failure = f"write {write.number} could not be copied: {error}"
         with self._changed:
@@ -202,15 +205,20 @@ class SharedMemoryLink:
         if failure is None:
             self._say(Copied(ticket.number, checksum))
 
-    def _copy_bytes(self, write: Write, arena: MappedArena) -> int:
+    def _copy_bytes(self, ticket: Ticket, arena: MappedArena) -> int:
+        write = ticket.write
+
+        def tell(num_bytes: int) -> None:
+            self._say(Progress(ticket.number, num_bytes))
+
         if self._source is not None:
-            return copy_runs(self._source.bytes, write.source, arena.bytes, write.destination)
+            return copy_runs(self._source.bytes, write.source, arena.bytes, write.destination, tell)
         views = self._memory.gather(write.source)
         if sum(view.nbytes for view in views) != sum(length for _, length in write.source):
             raise InternalFault("memory gathered other than the bytes that were asked for")
-        return copy_views(views, arena.bytes, write.destination)
+        return copy_buffers(views, arena.bytes, write.destination)
 
-    def _say(self, message: Request | Copied | Withdrawal) -> None:
+    def _say(self, message: Request | Progress | Copied | Withdrawal) -> None:
         connection = self._connection
         assert connection is not None, "nothing is said without a connection"
         connection.progress_s = time.monotonic()

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import InternalFault, PeerFault, PeerLost, ProtocolViolation
@@ -35,7 +36,7 @@ from disagg.transport.deadlines import DeadlineWatch, join_all
 from disagg.transport.grants import GrantTable, Refused, Visit
 from disagg.transport.local_stream import LocalStream, abstract_address, open_peer_pidfd, peer_pid
 from disagg.transport.outbox import Outbox
-from disagg.transport.runs import MappedArena, sum_runs
+from disagg.transport.runs import MappedArena, RunSum
 from disagg.transport.shared_memory_wire import (
     Admission,
     Answer,
@@ -43,6 +44,7 @@ from disagg.transport.shared_memory_wire import (
     Farewell,
     Greeting,
     Permit,
+    Progress,
     Request,
     Withdrawal,
     WriterMessage,
@@ -67,6 +69,14 @@ def end_process(pidfd: int) -> None:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
+class _Permitted(NamedTuple):
+    """A write that may be under way, and the sum of its bytes so far."""
+
+    visit: Visit
+    destination: Sequence[Segment]
+    summing: RunSum
+
+
 class _Writer:
     """One accepted connection, its process and its thread."""
 
@@ -76,7 +86,7 @@ class _Writer:
         self.pidfd = open_peer_pidfd(sock, self.pid)
         self.stream = LocalStream(sock, hello_timeout_s)
         self.sender: WorkerId | None = None  # known after the greeting
-        self.permitted: dict[int, tuple[Visit, Sequence[Segment]]] = {}
+        self.permitted: dict[int, _Permitted] = {}
         self.hears = True
         self.returned = threading.Event()  # nothing is written over this connection any more
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -246,17 +256,30 @@ class SharedMemoryReceiver:
         except Exception:  # memory failed us: this connection ends, the others go on
             _log.exception("connection of process %d (%s) failed", writer.pid, writer.sender)
         finally:
-            writer.stream.shut()
-            if writer.permitted and not is_over:
-                writer.wait_dead()
-            for visit, _ in writer.permitted.values():
-                self._grants.leave(visit)
+            if not is_over:
+                self._hear_out(writer)
+            for permitted in writer.permitted.values():
+                self._grants.leave(permitted.visit)
             with self._lock:
                 self._writers.discard(writer)
                 if writer.sender is not None and self._by_sender.get(writer.sender) is writer:
                     del self._by_sender[writer.sender]
                 writer.close()
             writer.returned.set()
+
+    def _hear_out(self, writer: _Writer) -> None:
+        """Until nothing is written over this connection any more, though it has failed."""
+        writer.stream.stop_sending()  # the writer ends its copy, says farewell and closes
+        try:
+            while writer.permitted:
+                body = writer.stream.receive()
+                match None if body is None else decode_writer(body):
+                    case Copied(ticket) | Withdrawal(ticket):
+                        self._grants.leave(self._permitted(writer, ticket).visit)
+                    case Farewell():
+                        return
+        except PeerFault:  # its end is no word of the writer
+            writer.wait_dead()
 
     def _welcome(self, writer: _Writer) -> WorkerId:
         """Read the greeting within hello_timeout_s; answer it. Raises PeerFault when the connection must end."""
@@ -317,12 +340,15 @@ class SharedMemoryReceiver:
         match message:
             case Request():
                 self._request(writer, sender, message)
+            case Progress(ticket, num_bytes):
+                if (found := writer.permitted.get(ticket)) is None:
+                    raise ProtocolViolation(f"ticket {ticket} has no permit")
+                found.summing.advance(num_bytes)
             case Copied(ticket, checksum):
-                visit, destination = self._permitted(writer, ticket)
-                failure = self._verify(visit, destination, checksum)
+                failure = self._verify(self._permitted(writer, ticket), checksum)
                 writer.say(Answer(ticket, None if failure is None else clip(failure)))
             case Withdrawal(ticket):
-                self._grants.leave(self._permitted(writer, ticket)[0])
+                self._grants.leave(self._permitted(writer, ticket).visit)
             case Farewell():
                 return True
             case Greeting():
@@ -337,25 +363,25 @@ class SharedMemoryReceiver:
             sender, request.key, request.number, request.tag, request.destination, request.num_bytes, eject
         )
         if isinstance(entry, Visit):
-            writer.permitted[request.ticket] = (entry, request.destination)
+            summing = RunSum(self._arena.bytes, request.destination)
+            writer.permitted[request.ticket] = _Permitted(entry, request.destination, summing)
             writer.say(Permit(request.ticket))
         else:
             writer.say(Answer(request.ticket, clip(entry.reason) if isinstance(entry, Refused) else None))
 
-    def _permitted(self, writer: _Writer, ticket: int) -> tuple[Visit, Sequence[Segment]]:
+    def _permitted(self, writer: _Writer, ticket: int) -> _Permitted:
         found = writer.permitted.pop(ticket, None)
         if found is None:
             raise ProtocolViolation(f"ticket {ticket} has no permit")
         return found
 
-    def _verify(self, visit: Visit, destination: Sequence[Segment], told: int) -> str | None:
+    def _verify(self, permitted: _Permitted, told: int) -> str | None:
         """Sum the bytes as they lie. Returns why they did not land, or None."""
         landed, wrong = False, None
+        visit = permitted.visit
         try:
-            landing = self._memory.landing(destination)
-            if not self._grants.can_commit(visit):
-                return f"key {visit.key.hex()} was revoked while write {visit.number} was under way"
-            found = sum_runs(self._arena.bytes, destination)
+            landing = self._memory.landing(permitted.destination)
+            found = permitted.summing.finish()
             if found != told:
                 wrong = f"write {visit.number} lies here with checksum {found:08x}, not {told:08x}; resend it"
                 return wrong

@@ -6,6 +6,7 @@
     Request    may I write there?        ->
                                          <-  Permit     go on; or Answer: why not
     (the writer copies and sums)
+    Progress   so much of it lies there  ->      (of long ones: summed there while the rest is copied)
     Copied     the bytes lie there       ->
                                          <-  Answer     verified as they lie, or why not
     Withdrawal I shall not use a permit  ->
@@ -49,6 +50,13 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag="request"):
     num_bytes: _Count
 
 
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+    """The first bytes of a permit lie in the arena."""
+
+    ticket: _Count
+    num_bytes: _Count
+
+
 class Copied(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
     """The bytes of a permit lie in the arena."""
 
@@ -86,7 +94,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     failure: _Reason | None
 
 
-WriterMessage = Greeting | Request | Copied | Withdrawal | Farewell
+WriterMessage = Greeting | Request | Progress | Copied | Withdrawal | Farewell
 OwnerMessage = Admission | Permit | Answer
 
 _encoder = msgspec.msgpack.Encoder()

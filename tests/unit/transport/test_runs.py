@@ -10,9 +10,13 @@ import xxhash
 from disagg.core.errors import InternalFault
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import SealedBytesMemory
-from disagg.transport.runs import MappedArena, copy_runs, copy_views, sum_runs
+from disagg.transport.runs import Bytes, MappedArena, RunSum, copy_buffers, copy_runs
 
 ARENA_BYTES = 1 << 20
+
+
+def sum_runs(arena: Bytes, runs: tuple[Segment, ...]) -> int:
+    return RunSum(arena, runs).finish()
 
 
 def runs_of(rng: random.Random, unit: int, num_units: int) -> tuple[Segment, ...]:
@@ -59,7 +63,7 @@ def test_bytes_arrive_in_order_and_the_sum_is_that_of_the_bytes(
     assert not target[untouched].any()
     other = np.zeros(ARENA_BYTES, np.uint8)
     views = [source.data[offset : offset + length] for offset, length in source_runs]
-    assert copy_views(views, other, destination_runs) == told
+    assert copy_buffers(views, other, destination_runs) == told
     assert np.array_equal(other, target)
 
 
@@ -87,3 +91,26 @@ def test_a_mapped_arena_is_the_same_bytes_and_must_be_as_long_as_told() -> None:
     mapped.close()
     with pytest.raises(InternalFault, match="8000 bytes, not the 9000"):
         MappedArena(memory.descriptor, 9000)
+
+
+@pytest.mark.parametrize("unit", [16 << 10, 1 << 20])
+def test_what_is_told_to_be_in_place_is_in_place_and_can_be_summed_early(unit: int) -> None:
+    rng = random.Random(3)
+    num_bytes = 16 << 20
+    source = np.frombuffer(rng.randbytes(num_bytes), np.uint8)
+    target = np.zeros(num_bytes, np.uint8)
+    places = list(range(0, num_bytes, unit))
+    runs = tuple(Segment(place, unit) for place in rng.sample(places, len(places)))
+    summing = RunSum(target, runs)
+    told: list[int] = []
+
+    def note(num_done: int) -> None:
+        told.append(num_done)
+        for offset, length in runs[: num_done // unit]:
+            assert np.array_equal(target[offset : offset + length], source[offset : offset + length])
+        summing.advance(num_done)
+
+    total = copy_runs(source, runs, target, runs, note)
+    assert told == sorted(told)
+    assert len(told) >= 4
+    assert summing.finish() == total == sum_runs(source, runs)
