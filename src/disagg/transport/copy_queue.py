@@ -57,10 +57,17 @@ class CopyQueue:
         self._queued.setdefault(write.key, deque()).append(write)
 
     def try_request(self) -> Ticket | None:
-        """The next write to ask for; None when there is none or the cap is reached. A large one goes alone."""
+        """The next write to ask for; None when there is none or the cap is reached. A large one goes alone.
+
+        A repeated write waits for the answer to the one before, so that it cannot land twice.
+        """
         if not self._queued or self.num_ahead >= self._max_ahead:
             return None
-        key, writes = next(iter(self._queued.items()))
+        ahead = {(ticket.write.key, ticket.write.number) for ticket in self._known()}
+        turns = ((key, writes) for key, writes in self._queued.items() if (key, writes[0].number) not in ahead)
+        key, writes = next(turns, (b"", None))
+        if writes is None:
+            return None
         num_bytes = total_bytes(writes[0].source)
         if self._ahead_bytes and self._ahead_bytes + num_bytes > self._max_ahead_bytes:
             return None
@@ -139,9 +146,7 @@ class CopyQueue:
 
     def drop_all(self) -> tuple[Write, ...]:
         """Take out everything, oldest first; the connection has ended, and its tickets with it."""
-        known = [*self._copied.values(), *([self.copying] if self.copying else []), *self._permitted]
-        known += self._requested.values()
-        dropped = [ticket.write for ticket in sorted(known, key=lambda ticket: ticket.number)]
+        dropped = [ticket.write for ticket in sorted(self._known(), key=lambda ticket: ticket.number)]
         dropped += [write for writes in self._queued.values() for write in writes]
         for container in (self._queued, self._requested, self._permitted, self._copied, self._void, self._withdrawn):
             container.clear()
@@ -151,13 +156,17 @@ class CopyQueue:
 
     def check_invariants(self) -> None:
         assert all(self._queued.values()), "an empty queue is kept for a key"
-        known = [*self._requested.values(), *self._permitted, *self._copied.values()]
-        known += [self.copying] if self.copying is not None else []
+        known = self._known()
         assert self._ahead_bytes == sum(ticket.num_bytes for ticket in known)
         numbers = [*(ticket.number for ticket in known), *self._void, *self._withdrawn]
         assert len(set(numbers)) == len(numbers), "a ticket is in two places"
         assert len(known) <= 1 or self._ahead_bytes <= self._max_ahead_bytes, "the cap is passed"
         assert self.num_ahead <= self._max_ahead
+
+    def _known(self) -> list[Ticket]:
+        """Tickets whose write is not told as finished."""
+        copying = [] if self.copying is None else [self.copying]
+        return [*self._requested.values(), *self._permitted, *copying, *self._copied.values()]
 
     def _end(self, ticket: Ticket | None) -> Write | None:
         if ticket is None:

@@ -358,6 +358,8 @@ class SharedMemoryReceiver:
     def _request(self, writer: _Writer, sender: WorkerId, request: Request) -> None:
         if request.ticket in writer.permitted or len(writer.permitted) >= MAX_TICKETS:
             raise ProtocolViolation(f"ticket {request.ticket} is open already, or {MAX_TICKETS} are")
+        if any(p.visit.key == request.key and p.visit.number == request.number for p in writer.permitted.values()):
+            raise ProtocolViolation(f"write {request.number} is under way; it could land twice")
         eject = partial(self._enforce, writer, sender, request.key)
         entry = self._grants.enter(
             sender, request.key, request.number, request.tag, request.destination, request.num_bytes, eject
