@@ -9,6 +9,7 @@ nobody has been told). The domain's secret comes in the environment.
 import queue
 import sys
 from typing import Any
+from unittest import mock
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.ids import Incarnation, WorkerId
@@ -54,16 +55,14 @@ class HeldLink(SharedMemoryLink):
 
 
 def main(state: str, address: str, incarnation: str, key: str, num_bytes: str) -> None:
-    import disagg.transport.shared_memory_sender as sender_module
-
     HeldLink.held_state = state
-    sender_module.SharedMemoryLink = HeldLink  # type: ignore[misc]
     domain = take_domain()
     assert domain is not None
     size = int(num_bytes)
     events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
     sender = SharedMemorySender(WRITER, SealedBytesMemory(data=BYTE * size), events.put, domain)
-    sender.connect(WorkerId("owner"), Endpoint(TransportKind.SHARED_MEMORY, address), Incarnation(int(incarnation)))
+    with mock.patch("disagg.transport.shared_memory_sender.SharedMemoryLink", HeldLink):
+        sender.connect(WorkerId("owner"), Endpoint(TransportKind.SHARED_MEMORY, address), Incarnation(int(incarnation)))
     whole = (Segment(0, size),)
     sender.write(Write(WorkerId("owner"), bytes.fromhex(key), 0, b"", whole, whole))
     event = events.get(timeout=60)

@@ -14,7 +14,16 @@ from tests.unit.transport.rigs import ARENA_BYTES, DECODE, EventLog, Rig, open_d
 from disagg.core.ids import WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.testing.faulty_sender import FaultySender, WriteFault
-from disagg.transport.api import GrantFenced, Post, Sender, Write, WriteFinished, WriteLanded, WritesStopped
+from disagg.transport.api import (
+    GrantFenced,
+    Post,
+    Sender,
+    TransportEvent,
+    Write,
+    WriteFinished,
+    WriteLanded,
+    WritesStopped,
+)
 
 BLOCK_BYTES = 8 << 10
 NUM_BLOCKS = ARENA_BYTES // BLOCK_BYTES
@@ -31,8 +40,8 @@ class ForwardLog(EventLog):
         super().__init__()
         self._forward = post
 
-    def post(self, event: object) -> None:
-        self._forward(event)  # type: ignore[arg-type]
+    def post(self, event: TransportEvent) -> None:
+        self._forward(event)
 
 
 class Handoffs:
@@ -44,10 +53,13 @@ class Handoffs:
         self.free = list(range(NUM_BLOCKS))
         self.num_landed = self.num_failed = self.num_aborted = 0
         self.sent = EventLog()
-        self.sender = FaultySender(self._plain, lambda event: self.sent.post(event), self._decide)
+        self.sender = FaultySender(self._plain, self._note, self._decide)
 
     def _plain(self, post: Post) -> Sender:
         return self.rig.another_sender(FAULTY, ForwardLog(post))
+
+    def _note(self, event: TransportEvent) -> None:
+        self.sent.post(event)  # a fresh log per hand-off
 
     def _decide(self, write: Write) -> WriteFault:
         return self.rng.choices(list(FAULTS), list(FAULTS.values()))[0]
