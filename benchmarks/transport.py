@@ -1,10 +1,11 @@
-"""Tcp transport against a plain sendmsg / recvmsg_into loop, between two processes over loopback.
+"""Tcp and shared memory against a plain sendmsg / recvmsg_into loop over loopback, between two processes, and memcpy.
 
     python benchmarks/transport.py [--repeats 7]
 
 Two shapes: one run of 64 MiB, and 4096 runs of 16 KiB scattered over both arenas. Ours is timed from write() to
 WriteFinished (connected before), the plain loop from its first byte to the receiver's one-byte answer; it has no
-header, no grant, no checksum and no fence. The sides are interleaved in one run; medians are shown.
+header, no grant, no checksum and no fence. Copying the same runs within one process (memcpy) has no second process
+either. The sides are interleaved in one run; medians are shown.
 """
 
 import argparse
@@ -25,8 +26,11 @@ import msgspec
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
-from disagg.testing.memory import BytesMemory
-from disagg.transport.api import TransportEvent, Write, WriteFinished
+from disagg.testing.memory import BytesMemory, SealedBytesMemory
+from disagg.transport.api import Sender, TransportEvent, Write, WriteFinished
+from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
+from disagg.transport.shared_memory_sender import SharedMemorySender
+from disagg.transport.sharing import SharingDomain, draw_domain, take_domain
 from disagg.transport.tcp_link import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
@@ -54,6 +58,7 @@ class Ports(msgspec.Struct, frozen=True):
     plain: int
     checked: str
     unchecked: str
+    shared: str
 
 
 def shapes() -> list[Shape]:
@@ -105,14 +110,18 @@ def plain_receive(sock: socket.socket, views: list[memoryview]) -> None:
 
 
 def serve() -> None:
-    memory = BytesMemory(ARENA_BYTES)
+    memory = SealedBytesMemory(ARENA_BYTES)
     memory.fill(Segment(0, ARENA_BYTES), b"\1" * ARENA_BYTES)  # touch every page before anything is timed
+    domain = take_domain()
+    assert domain is not None
+    neighbour = SharedMemoryReceiver(memory, INCARNATION, lambda event: None, domain)
     receivers = [TcpReceiver(memory, INCARNATION, lambda event: None, checksums=on) for on in (True, False)]
     for index, shape in enumerate(shapes()):
-        for receiver in receivers:
+        for receiver in (*receivers, neighbour):
             receiver.grant(ME, key_of(index, 0), shape.destination)
     listener = socket.create_server(("127.0.0.1", 0))
-    ports = Ports(listener.getsockname()[1], receivers[0].endpoint.address, receivers[1].endpoint.address)
+    addresses = [receiver.endpoint.address for receiver in (*receivers, neighbour)]
+    ports = Ports(listener.getsockname()[1], *addresses)
     print(msgspec.json.encode(ports).decode(), flush=True)
     sock, _ = listener.accept()
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -121,7 +130,7 @@ def serve() -> None:
         while command := sock.recv(1):
             plain_receive(sock, memory.gather(known[command[0]].destination))
             sock.sendall(b"k")
-    for receiver in receivers:
+    for receiver in (*receivers, neighbour):
         receiver.close()
 
 
@@ -158,12 +167,32 @@ class Plain(Side):
         self._sock.close()
 
 
+class Memcpy(Side):
+    """The same runs from one arena to another of this process."""
+
+    name = "memcpy"
+
+    def __init__(self, memory: BytesMemory) -> None:
+        self._source = memory
+        self._target = BytesMemory(ARENA_BYTES)
+        self._target.fill(Segment(0, ARENA_BYTES), b"\1" * ARENA_BYTES)
+        self._shapes = shapes()
+
+    def run(self, shape: int, number: int) -> float:
+        plan = self._shapes[shape]
+        pairs = list(zip(self._source.gather(plan.source), self._target.gather(plan.destination), strict=True))
+        started_s = time.perf_counter()
+        for source, target in pairs:
+            target[:] = source
+        return time.perf_counter() - started_s
+
+
 class Ours(Side):
-    def __init__(self, address: str, memory: BytesMemory, checksums: bool) -> None:
-        self.name = "ours, xxh3" if checksums else "ours, no checksum"
-        self._events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
-        self._sender = TcpSender(ME, Incarnation(2), memory, self._events.put, TcpSenderConfig(checksums=checksums))
-        self._sender.connect(PEER, Endpoint(TransportKind.TCP, address), INCARNATION)
+    def __init__(self, name: str, sender: Sender, events: "queue.SimpleQueue[TransportEvent]", at: Endpoint) -> None:
+        self.name = name
+        self._events = events
+        self._sender = sender
+        self._sender.connect(PEER, at, INCARNATION)
         self._shapes = shapes()
 
     def run(self, shape: int, number: int) -> float:
@@ -180,16 +209,35 @@ class Ours(Side):
         self._sender.close()
 
 
+def over_tcp(address: str, memory: BytesMemory, checksums: bool) -> Ours:
+    events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
+    sender = TcpSender(ME, Incarnation(2), memory, events.put, TcpSenderConfig(checksums=checksums))
+    name = "tcp, xxh3" if checksums else "tcp, no checksum"
+    return Ours(name, sender, events, Endpoint(TransportKind.TCP, address))
+
+
+def over_shared_memory(address: str, memory: BytesMemory, domain: SharingDomain) -> Ours:
+    events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
+    sender = SharedMemorySender(ME, memory, events.put, domain)
+    return Ours("shared memory", sender, events, Endpoint(TransportKind.SHARED_MEMORY, address))
+
+
 def measure(repeats: int) -> dict[str, dict[str, float]]:
     """Median MB/s by shape and side."""
-    child = subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, env=dict(os.environ))
+    domain = draw_domain()
+    environment = {**os.environ, **domain.environment()}
+    child = subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, env=environment)
     assert child.stdout is not None
     try:
         ports = msgspec.json.decode(child.stdout.readline(), type=Ports)
-        memory = BytesMemory(data=random.Random(SEED).randbytes(1 << 20) * (ARENA_BYTES >> 20))
+        memory = SealedBytesMemory(data=random.Random(SEED).randbytes(1 << 20) * (ARENA_BYTES >> 20))
         plain = Plain(ports.plain, memory)
-        ours = [Ours(ports.checked, memory, True), Ours(ports.unchecked, memory, False)]
-        sides: Sequence[Side] = [plain, *ours]
+        ours = [
+            over_tcp(ports.checked, memory, True),
+            over_tcp(ports.unchecked, memory, False),
+            over_shared_memory(ports.shared, memory, domain),
+        ]
+        sides: Sequence[Side] = [plain, *ours, Memcpy(memory)]
         result: dict[str, dict[str, float]] = {}
         for index, shape in enumerate(shapes()):
             times: dict[str, list[float]] = {side.name: [] for side in sides}

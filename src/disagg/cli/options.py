@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from disagg.core.endpoints import TransportChoice
 from disagg.core.formats import Kernels, KvDtype, Weights
 from disagg.core.roles import HandoffMode, Numerics
 from disagg.router.config import API_KEYS_VARIABLE
@@ -140,6 +141,12 @@ Handoff = Annotated[
 ]
 MinPushBytes = Annotated[
     str, typer.Option("--min-push-bytes", help="Smallest push of KV, such as 256K.", rich_help_panel=HANDOFF)
+]
+TransportOption = Annotated[
+    TransportChoice,
+    typer.Option(
+        "--transport", help="auto: shared memory between neighbours, else TCP; tcp: always.", rich_help_panel=HANDOFF
+    ),
 ]
 LeaseS = Annotated[
     float, typer.Option(help="Seconds KV is kept for a peer that is not heard of.", rich_help_panel=HANDOFF)

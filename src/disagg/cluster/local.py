@@ -31,6 +31,7 @@ from disagg.cluster.supervisor import (
 from disagg.cluster.view import ClusterView, RouterWatch
 from disagg.core.errors import ConfigurationError, DisaggError, InternalFault
 from disagg.router.config import Announcement, RouterConfig, decode_announcement
+from disagg.transport.sharing import draw_domain
 
 ROUTER = "router"
 PROGRAM = (sys.executable, "-m", "disagg")
@@ -68,6 +69,7 @@ class LocalCluster:
         self._is_stopping = False
         self._hang_timeout_s = 2 * MAX_SILENT_BEATS * plan.router.beat_interval_s + HANG_MARGIN_S
         self._supervisor = Supervisor(on_line=self._take_line, on_exit=self._take_exit, policy=plan.restart)
+        self._domain = draw_domain()
         self._watch: RouterWatch | None = None
 
     async def start(self) -> str:
@@ -84,7 +86,9 @@ class LocalCluster:
         for worker in self._plan.workers:
             known = msgspec.structs.replace(worker, router_address=_reachable(announcement.control))
             arguments = worker_arguments(known)
-            self._supervisor.start(ProcessSpec(known.worker_id, (*self._program, *arguments)))
+            # Who has the domain's secret may write into the other workers' memory: workers only.
+            secret = tuple(self._domain.environment().items())
+            self._supervisor.start(ProcessSpec(known.worker_id, (*self._program, *arguments), secret))
         return url
 
     async def wait_ready(self, timeout_s: float, on_missing: Callable[[str], None]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from disagg.core.errors import ConfigurationError, InternalFault
 from disagg.core.spans import KvLayout
+from disagg.engine.sealed_memory import SealedMemory, is_sealable
 from disagg.kvcache.memory import Landing, Segment
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -34,10 +35,10 @@ def max_blocks_for(layout: KvLayout, num_bytes: int) -> int:
 
 
 class KvArena:
-    """Keys and values of all blocks. Implements `disagg.kvcache.memory.Memory`.
+    """Keys and values of all blocks. Implements `disagg.kvcache.memory.MappableMemory`.
 
-    In host memory, transports read and write the arena itself. Elsewhere (or if `is_staged`) bytes go through host
-    buffers: gather copies them out, commit() copies them in.
+    In host memory, transports read and write the arena itself, also from other processes. Elsewhere (or if `is_staged`)
+    bytes go through host buffers: gather copies them out, commit() copies them in.
     """
 
     def __init__(self, layout: KvLayout, num_blocks: int, device: str = "cpu", is_staged: bool | None = None) -> None:
@@ -47,7 +48,10 @@ class KvArena:
         self.num_blocks = num_blocks
         self.is_staged = device != "cpu" if is_staged is None else is_staged
         num_bytes = layout.arena_bytes(num_blocks)
-        if device == "cpu":
+        self._sealed = SealedMemory(num_bytes) if device == "cpu" and is_sealable() else None
+        if self._sealed is not None:
+            self._bytes = torch.from_numpy(self._sealed.array)
+        elif device == "cpu":
             # calloc: the kernel gives zero pages at first touch, so a big arena costs nothing at start.
             self._bytes = torch.from_numpy(np.zeros(num_bytes, np.uint8))
         else:
@@ -67,6 +71,11 @@ class KvArena:
     @property
     def num_bytes(self) -> int:
         return self._bytes.numel()
+
+    @property
+    def descriptor(self) -> int | None:
+        """Of the file in memory that other processes may map; None where bytes must go through host buffers."""
+        return None if self._sealed is None or self.is_staged else self._sealed.descriptor
 
     def store(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [M, num_kv_heads, head_dim] into slots [M]; slot = block * block_size + token."""
@@ -119,6 +128,8 @@ class KvArena:
             raise InternalFault("the KV arena's tensor is not a view of its bytes")
         if self.tensor.stride(2) * self.tensor.element_size() != self.layout.block_bytes:
             raise InternalFault(f"a block of the KV arena is not {self.layout.block_bytes} bytes long")
+        if self._sealed is not None:
+            self._sealed.check_invariants()
 
 
 def _bytes_of(host: Tensor) -> memoryview:

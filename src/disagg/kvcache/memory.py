@@ -1,7 +1,7 @@
 """The border between whoever owns an arena and whoever moves its bytes."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Segment(NamedTuple):
@@ -33,3 +33,12 @@ class Memory(Protocol):
 
     def landing(self, segments: Sequence[Segment]) -> Landing:
         """Where bytes for these segments go."""
+
+
+@runtime_checkable
+class MappableMemory(Memory, Protocol):
+    """An arena in host memory that another process can map: bytes written there are in the arena at once."""
+
+    @property
+    def descriptor(self) -> int | None:
+        """Of the file in memory that is the arena, byte for byte; None where there is no such file."""

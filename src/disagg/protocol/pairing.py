@@ -58,8 +58,8 @@ def pairing_failure(one: WorkerCard, other: WorkerCard) -> Failure | None:
 
 def common_endpoint(source: WorkerCard, destination: WorkerCard) -> Endpoint | None:
     """The destination's endpoint over the best transport that both offer."""
-    offered = {endpoint.kind for endpoint in source.data_endpoints}
-    common = [endpoint for endpoint in destination.data_endpoints if endpoint.kind in offered]
+    offered = source.data_endpoints
+    common = [each for each in destination.data_endpoints if any(each.is_same_way(own) for own in offered)]
     order = list(TransportKind)
     return max(common, key=lambda endpoint: order.index(endpoint.kind), default=None)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from disagg.core.errors import InternalFault
+from disagg.engine.sealed_memory import SealedMemory
 from disagg.kvcache.memory import Segment
 
 
@@ -43,14 +44,13 @@ class BytesMemory:
     """`num_bytes` zero bytes, or a copy of `data`. Landings are direct, or staged when `is_staged`."""
 
     def __init__(self, num_bytes: int = 0, *, data: bytes | None = None, is_staged: bool = False) -> None:
-        self._data = bytearray(num_bytes) if data is None else bytearray(data)
-        self._view = memoryview(self._data)
+        self._view = memoryview(bytearray(num_bytes) if data is None else bytearray(data))
         self._is_staged = is_staged
         self.num_commits = 0
 
     @property
     def num_bytes(self) -> int:
-        return len(self._data)
+        return self._view.nbytes
 
     def gather(self, segments: Sequence[Segment]) -> list[memoryview]:
         """Views of the arena. Raises InternalFault for a segment outside it."""
@@ -72,9 +72,24 @@ class BytesMemory:
 
     def _slice(self, segment: Segment) -> memoryview:
         offset, length = segment
-        if offset < 0 or length < 0 or offset + length > len(self._data):
-            raise InternalFault(f"{segment} is outside the arena of {len(self._data)} bytes")
+        if offset < 0 or length < 0 or offset + length > self._view.nbytes:
+            raise InternalFault(f"{segment} is outside the arena of {self._view.nbytes} bytes")
         return self._view[offset : offset + length]
 
     def _count_commit(self) -> None:
         self.num_commits += 1
+
+
+class SealedBytesMemory(BytesMemory):
+    """The same in memory that other processes can map. Implements MappableMemory."""
+
+    def __init__(self, num_bytes: int = 0, *, data: bytes | None = None) -> None:
+        super().__init__()
+        self._sealed = SealedMemory(num_bytes if data is None else len(data))
+        self._view = self._sealed.array.data
+        if data is not None:
+            self._view[:] = data
+
+    @property
+    def descriptor(self) -> int:
+        return self._sealed.descriptor

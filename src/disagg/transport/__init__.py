@@ -1,1 +1,1 @@
-"""Moves opaque bytes between two arenas: in-process and TCP. Knows nothing of tokens or layers."""
+"""Moves opaque bytes between two arenas: in-process, shared memory and TCP. Knows nothing of tokens or layers."""

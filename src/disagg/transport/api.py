@@ -60,6 +60,17 @@ class WritesStopped(msgspec.Struct, frozen=True):
     key: bytes
 
 
+class WriterStuck(msgspec.Struct, frozen=True):
+    """At the receiver: a process that may still write under a revoked key did not stop in time, and is ended by force.
+
+    GrantFenced follows with its end.
+    """
+
+    peer: WorkerId
+    key: bytes
+    pid: int
+
+
 class ConnectionLost(msgspec.Struct, frozen=True):
     """At the sender: every unfinished write to this peer has failed (each also got its WriteFinished)."""
 
@@ -67,7 +78,7 @@ class ConnectionLost(msgspec.Struct, frozen=True):
     reason: str
 
 
-TransportEvent = WriteFinished | WriteLanded | GrantFenced | WritesStopped | ConnectionLost
+TransportEvent = WriteFinished | WriteLanded | GrantFenced | WritesStopped | WriterStuck | ConnectionLost
 Post = Callable[[TransportEvent], None]  # thread-safe, returns at once
 
 

@@ -26,7 +26,7 @@ from disagg.transport.api import (
 from disagg.transport.deadlines import join_all
 from disagg.transport.grants import GrantTable, Refused, Visit
 from disagg.transport.outbox import Outbox
-from disagg.transport.segments import SegmentSet, copy_views, total_bytes
+from disagg.transport.segments import copy_views, total_bytes, write_flaw
 
 
 class Fault(enum.Enum):
@@ -243,7 +243,6 @@ class InProcessSender:
         self.incarnation = incarnation
         self.memory = memory
         self._network = network
-        self._arena = SegmentSet([Segment(0, memory.num_bytes)])
         self._outbox = Outbox(post)
         self._lock = threading.Lock()
         self._targets: dict[WorkerId, tuple[Endpoint, Incarnation]] = {}
@@ -261,13 +260,8 @@ class InProcessSender:
 
     def write(self, write: Write) -> None:
         """Queue one write; exactly one WriteFinished follows, also for a write that can never be sent."""
-        source, destination = total_bytes(write.source), total_bytes(write.destination)
-        failure = None
-        if source != destination:
-            failure = f"{source} source bytes for {destination} destination bytes; they must be equal"
-        elif (outside := self._arena.first_outside(write.source)) is not None:
-            failure = f"{outside} is outside the arena of {self.memory.num_bytes} bytes; write only own blocks"
-        elif self.target(write.peer) is None:
+        failure = write_flaw(write.source, write.destination, self.memory.num_bytes)
+        if failure is None and self.target(write.peer) is None:
             failure = f"{write.peer} is not connected; call connect() first"
         if failure is None:
             self._network.queue(self, write)

@@ -2,9 +2,13 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
+
+import numpy as np
 
 from disagg.kvcache.memory import Segment
+
+MANY_SEGMENTS = 64  # from here on arrays are faster than a loop
 
 
 def total_bytes(segments: Iterable[Segment]) -> int:
@@ -38,8 +42,10 @@ class SegmentSet:
         """One past the highest byte; 0 when empty."""
         return self._stops[-1] if self._stops else 0
 
-    def first_outside(self, segments: Iterable[Segment]) -> Segment | None:
+    def first_outside(self, segments: Sequence[Segment]) -> Segment | None:
         """The first of `segments` that is not wholly covered, or None."""
+        if len(segments) >= MANY_SEGMENTS and self._cover_all(segments):
+            return None
         start = stop = 0
         for segment in segments:
             offset, length = segment
@@ -52,9 +58,33 @@ class SegmentSet:
             start, stop = self._starts[at], self._stops[at]
         return None
 
+    def _cover_all(self, segments: Sequence[Segment]) -> bool:
+        """The same answer for all of them in a few steps; False where that is not certain."""
+        if not self._starts:
+            return False
+        try:
+            flat = np.fromiter(chain.from_iterable(segments), np.int64, 2 * len(segments))
+        except OverflowError:  # no such arena
+            return False
+        offsets, lengths = flat[::2], flat[1::2]
+        at = np.searchsorted(np.array(self._starts), offsets, side="right") - 1
+        rooms = np.array(self._stops)[at] - offsets
+        return bool(((at >= 0) & (lengths >= 0) & (lengths <= rooms)).all())
+
     def check_invariants(self) -> None:
         edges = [edge for pair in zip(self._starts, self._stops, strict=True) for edge in pair]
         assert all(a < b for a, b in pairwise(edges)), f"intervals are not merged: {edges[:16]}"
+
+
+def write_flaw(source: Sequence[Segment], destination: Sequence[Segment], arena_bytes: int) -> str | None:
+    """Why a write out of an arena of so many bytes can never be sent, or None."""
+    ours, theirs = total_bytes(source), total_bytes(destination)
+    if ours != theirs:
+        return f"{ours} source bytes for {theirs} destination bytes; they must be equal"
+    outside = SegmentSet([Segment(0, arena_bytes)]).first_outside(source)
+    if outside is not None:
+        return f"{outside} is outside the arena of {arena_bytes} bytes; write only own blocks"
+    return None
 
 
 def batches(views: Sequence[memoryview], *, max_bytes: int, max_views: int) -> Iterator[list[memoryview]]:

@@ -3,6 +3,7 @@
 import msgspec
 
 from disagg.channel.channel import DEFAULT_BEAT_INTERVAL_S
+from disagg.core.endpoints import TransportChoice
 from disagg.core.errors import ConfigurationError
 from disagg.core.formats import Kernels, KvDtype, Weights
 from disagg.core.roles import HandoffMode, Numerics, Role
@@ -30,6 +31,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 64  # sequences in one step
     handoff: HandoffMode = HandoffMode.LAYERWISE
     min_push_bytes: int = 2 << 20
+    transport: TransportChoice = TransportChoice.AUTO
     lease_s: float = 30.0
     progress_timeout_s: float = 10.0  # without a finished layer, or a turn of the loop: the process ends itself
     drain_timeout_s: float = 60.0  # for what runs, once told to end

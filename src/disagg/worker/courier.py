@@ -25,6 +25,7 @@ from disagg.transport.api import (
     Write,
     WriteFinished,
     WriteLanded,
+    WriterStuck,
     WritesStopped,
 )
 
@@ -75,6 +76,7 @@ class Courier:
         if endpoint is None:
             raise InternalFault(f"{card.worker_id} was paired without a common transport")
         self._peers[card.worker_id] = (card, endpoint.kind)
+        _log.info("KV to %s goes over %s", card.worker_id, endpoint.kind)
         self._movers[endpoint.kind].sender.connect(card.worker_id, endpoint, card.incarnation)
 
     def disconnect(self, worker_id: WorkerId) -> None:
@@ -130,6 +132,9 @@ class Courier:
     def _on_transport_event(self, event: TransportEvent) -> None:
         if isinstance(event, ConnectionLost):
             _log.info("data connection to %s lost: %s", event.peer, event.reason)
+            return
+        if isinstance(event, WriterStuck):
+            _log.error("%s (process %d) may still write here and was ended by force", event.peer, event.pid)
             return
         handoff_id = decode_grant_key(event.key).handoff_id
         match event:

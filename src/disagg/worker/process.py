@@ -8,13 +8,18 @@ import signal
 import sys
 
 from disagg.channel.lifeline import watch_parent
-from disagg.core.endpoints import TransportKind
+from disagg.core.endpoints import TransportChoice, TransportKind
 from disagg.core.errors import ConfigurationError
 from disagg.core.ids import MAX_INCARNATION, Incarnation, WorkerId
+from disagg.kvcache.memory import MappableMemory
 from disagg.modelfiles.fetch import resolve_model
 from disagg.policy.batching import StepBudget
 from disagg.protocol.messages import WorkerCard
 from disagg.scheduler.config import SchedulerConfig
+from disagg.transport.api import Post
+from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
+from disagg.transport.shared_memory_sender import SharedMemorySender
+from disagg.transport.sharing import SharingDomain, take_domain
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.worker.config import WorkerConfig
@@ -31,19 +36,20 @@ def run_worker(config: WorkerConfig) -> int:
     """Blocking; 0 when told to stop. Raises ConfigurationError when the configuration cannot work."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     lifeline = watch_parent()
+    domain = take_domain()
     try:
         if config.cores:
             _pin(config.cores)
         loaded = load_engine(config, resolve_model(config.model))
-        asyncio.run(_serve(config, loaded))
+        asyncio.run(_serve(config, loaded, domain))
     finally:
         if lifeline is not None:
             lifeline.close()
     return 0
 
 
-async def _serve(config: WorkerConfig, loaded: LoadedEngine) -> None:
-    worker, peers = await start_worker(config, loaded, Watchdog(config.progress_timeout_s))
+async def _serve(config: WorkerConfig, loaded: LoadedEngine, domain: SharingDomain | None) -> None:
+    worker, peers = await start_worker(config, loaded, Watchdog(config.progress_timeout_s), domain)
     router = RouterLink(worker, peers, config.router_address, config.beat_interval_s)
     serving = [asyncio.create_task(router.run()), asyncio.create_task(router.report_states())]
     try:
@@ -84,9 +90,12 @@ async def _ending(worker: Worker, drain_timeout_s: float) -> None:
 
 
 async def start_worker(
-    config: WorkerConfig, loaded: LoadedEngine, watchdog: Watchdog | None = None
+    config: WorkerConfig,
+    loaded: LoadedEngine,
+    watchdog: Watchdog | None = None,
+    domain: SharingDomain | None = None,
 ) -> tuple[Worker, PeerLinks]:
-    """A worker that listens for peers and knows no router yet."""
+    """A worker that listens for peers and knows no router yet. `domain`: of the supervisor that started it, if any."""
     engine = loaded.engine
     incarnation = Incarnation(secrets.randbelow(MAX_INCARNATION))
     worker_id = WorkerId(config.worker_id)
@@ -100,7 +109,7 @@ async def start_worker(
         control_address="",
         data_endpoints=(),
     )
-    courier = Courier(card, _tcp(config, loaded, worker_id, incarnation))
+    courier = Courier(card, _movers(config, loaded, worker_id, incarnation, domain))
     worker = Worker(scheduler_config(config, loaded, incarnation), engine, courier, watchdog)
     peers = PeerLinks(worker, courier.card, config.beat_interval_s)
     await peers.listen(config.host)
@@ -127,14 +136,26 @@ def scheduler_config(config: WorkerConfig, loaded: LoadedEngine, incarnation: In
     )
 
 
-def _tcp(config: WorkerConfig, loaded: LoadedEngine, worker_id: WorkerId, incarnation: Incarnation) -> MakeMovers:
+def _movers(
+    config: WorkerConfig,
+    loaded: LoadedEngine,
+    worker_id: WorkerId,
+    incarnation: Incarnation,
+    domain: SharingDomain | None,
+) -> MakeMovers:
     memory = loaded.engine.memory
-    return lambda post: {
-        TransportKind.TCP: Mover(
-            TcpSender(worker_id, incarnation, memory, post),
-            TcpReceiver(memory, incarnation, post, host=config.host),
-        )
-    }
+
+    def make(post: Post) -> dict[TransportKind, Mover]:
+        sender = TcpSender(worker_id, incarnation, memory, post)
+        made = {TransportKind.TCP: Mover(sender, TcpReceiver(memory, incarnation, post, host=config.host))}
+        shared = memory if isinstance(memory, MappableMemory) and memory.descriptor is not None else None
+        if domain is not None and shared is not None and config.transport is TransportChoice.AUTO:
+            # A neighbour that may still write when the lease has ended is ended by force.
+            receiver = SharedMemoryReceiver(shared, incarnation, post, domain, fence_timeout_s=config.lease_s)
+            made[TransportKind.SHARED_MEMORY] = Mover(SharedMemorySender(worker_id, shared, post, domain), receiver)
+        return made
+
+    return make
 
 
 def _pin(cores: tuple[int, ...]) -> None:

@@ -14,6 +14,7 @@ from disagg.cli import launch
 from disagg.cli.main import app, main
 from disagg.cluster.command_line import router_arguments, router_environment, worker_arguments
 from disagg.cluster.plan import LocalPlan
+from disagg.core.endpoints import TransportChoice
 from disagg.core.errors import ConfigurationError
 from disagg.core.formats import Kernels, KvDtype, Weights
 from disagg.core.roles import HandoffMode, Numerics, Role
@@ -87,6 +88,7 @@ def test_every_worker_field_survives_the_command_line(launched: Launched, monkey
         max_running=8,
         handoff=HandoffMode.SYNC,
         min_push_bytes=1,
+        transport=TransportChoice.TCP,
         lease_s=1.5,
         progress_timeout_s=3.5,
         drain_timeout_s=4.5,

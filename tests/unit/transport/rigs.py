@@ -35,7 +35,7 @@ class EventLog:
     def __init__(self) -> None:
         self.events: list[TransportEvent] = []
         self.on_event: Callable[[TransportEvent], None] = lambda event: None
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.RLock())
 
     def post(self, event: TransportEvent) -> None:
         with self._changed:
@@ -55,6 +55,11 @@ class EventLog:
             )
             assert arrived, f"{count} {kind.__name__} did not come; there is {self.events}"
         return self.of(kind)[:count]
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Looks again after each event; fails after DEADLINE_S."""
+        with self._changed:
+            assert self._changed.wait_for(is_so, DEADLINE_S), f"it did not happen; there is {self.events}"
 
 
 def open_descriptors() -> set[str]:

@@ -21,7 +21,7 @@ from disagg.transport.send_queue import SendQueue
 segment = st.builds(Segment, st.integers(0, 60), st.integers(1, 12))
 
 
-@given(st.lists(segment, max_size=8), st.lists(segment, max_size=5))
+@given(st.lists(segment, max_size=8), st.lists(segment, max_size=5) | st.lists(segment, min_size=64, max_size=70))
 def test_a_segment_set_contains_what_its_bytes_contain(granted: list[Segment], asked: list[Segment]) -> None:
     held = {byte for offset, length in granted for byte in range(offset, offset + length)}
     covered = SegmentSet(granted)

@@ -1,0 +1,209 @@
+"""Copying and summing runs of bytes in mapped arenas, by calls that let other threads run.
+
+A run of at least LONG_RUN_BYTES is copied piece by piece. Shorter ones are taken together as rows of one table: so many
+bytes per call, however they are scattered, because each call that gives the interpreter away may have to wait long to
+get it back.
+
+    rows      the arena as a table whose row is the greatest size that all offsets and lengths are multiples of
+    scratch   WINDOW_BYTES, in cache: rows are gathered into it, summed there, and scattered from it
+"""
+
+import contextlib
+import itertools
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from disagg.core.errors import InternalFault
+from disagg.kvcache.memory import Segment
+from disagg.transport.segments import copy_views, total_bytes
+
+WINDOW_BYTES = 512 << 10
+PROGRESS_BYTES = 2 << 20
+LONG_RUN_BYTES = 128 << 10  # above this xxhash and numpy let other threads run, and one call costs little
+MIN_ROW_BYTES = 1024  # smaller rows cost more per byte than runs taken one by one
+
+Bytes = npt.NDArray[np.uint8]
+_Ints = npt.NDArray[np.int64]
+
+
+class MappedArena:
+    """An arena of this or another process, mapped from its descriptor (which the caller may close)."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        """Raises InternalFault when the file is not as long as told, OSError when it cannot be mapped."""
+        size = os.fstat(descriptor).st_size
+        if size != num_bytes:
+            raise InternalFault(f"the arena's file has {size} bytes, not the {num_bytes} that were told")
+        self.num_bytes = num_bytes
+        self._map = mmap.mmap(descriptor, num_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # no huge pages here: slower, not wrong
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
+
+    def close(self) -> None:
+        """Unmap; nothing may use `bytes` any more."""
+        self.bytes = np.empty(0, np.uint8)
+        with contextlib.suppress(BufferError):  # a failed copy's traceback still refers to it: unmapped with that
+            self._map.close()
+
+
+class _Pieces(msgspec.Struct, frozen=True):
+    """Runs of equal length in two arenas (or one), as arrays of offsets."""
+
+    source: _Ints
+    destination: _Ints
+    lengths: _Ints
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a row that divides every offset and length; 0 when the runs are better taken one by one."""
+        num_pieces = len(self.lengths)
+        if num_pieces < 2 or int(self.lengths.sum()) >= num_pieces * LONG_RUN_BYTES:
+            return 0
+        size = int(np.gcd.reduce(np.concatenate((self.source, self.destination, self.lengths))))
+        return size if MIN_ROW_BYTES <= size <= WINDOW_BYTES else 0
+
+
+def copy_runs(
+    source: Bytes,
+    source_runs: Sequence[Segment],
+    destination: Bytes,
+    destination_runs: Sequence[Segment],
+    on_progress: Callable[[int], None] = lambda num_bytes: None,
+) -> int:
+    """Copy runs of equal total, however each side is cut. Returns the XXH3 of the bytes in order.
+
+    `on_progress` is told, from time to time before the end, how many of the first bytes are in place.
+    """
+    digest = xxhash.xxh3_64()
+    num_bytes = told = 0
+    for window in _copy_windows(source, destination, _paired(source_runs, destination_runs)):
+        digest.update(window.data)
+        if num_bytes - told >= PROGRESS_BYTES:  # of the windows before: this one need not be in place yet
+            told = num_bytes
+            on_progress(told)
+        num_bytes += window.nbytes
+    return digest.intdigest()
+
+
+def _copy_windows(source: Bytes, destination: Bytes, pieces: _Pieces) -> Iterator[Bytes]:
+    """Yields each window of bytes, in order, while it is in cache."""
+    if size := pieces.row_bytes:
+        table, target = _table(source, size), _table(destination, size)
+        wanted, places = _rows(pieces.source, pieces.lengths, size), _rows(pieces.destination, pieces.lengths, size)
+        per_window = WINDOW_BYTES // size
+        scratch = np.empty((per_window, size), np.uint8)
+        for at in range(0, len(wanted), per_window):
+            window = scratch[: len(wanted) - at]
+            np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
+            yield window
+            target[places[at : at + per_window]] = window
+        return
+    for start, place, length in zip(*_plain(pieces), strict=True):
+        for at in range(0, length, WINDOW_BYTES):
+            stop = min(at + WINDOW_BYTES, length)
+            destination[place + at : place + stop] = source[start + at : start + stop]
+            yield source[start + at : start + stop]
+
+
+def copy_buffers(views: Sequence[memoryview], destination: Bytes, runs: Sequence[Segment]) -> int:
+    """The same out of buffers that are no part of a mapped arena."""
+    digest = xxhash.xxh3_64()
+    for view in views:
+        digest.update(view)
+    arena = destination.data
+    copy_views(views, [arena[offset : offset + length] for offset, length in runs])
+    return digest.intdigest()
+
+
+class RunSum:
+    """The XXH3 of runs in order, as they lie; taken as far as they are in place already."""
+
+    def __init__(self, arena: Bytes, runs: Sequence[Segment]) -> None:
+        self._digest = xxhash.xxh3_64()
+        self._windows = self._sum_windows(arena, _paired(runs, runs))
+        self._next_bytes = next(self._windows, 0)  # of the window to be summed next; 0 at the end
+        self._num_bytes = 0
+
+    def advance(self, num_bytes: int) -> None:
+        """The first `num_bytes` are in place: sum all windows that end there or before."""
+        while self._next_bytes and self._num_bytes + self._next_bytes <= num_bytes:
+            self._num_bytes += self._next_bytes
+            self._next_bytes = next(self._windows, 0)
+
+    def finish(self) -> int:
+        """All are in place."""
+        while self._next_bytes:
+            self.advance(self._num_bytes + self._next_bytes)
+        return self._digest.intdigest()
+
+    def _sum_windows(self, arena: Bytes, pieces: _Pieces) -> Iterator[int]:
+        """Yields the size of each window before it is summed."""
+        if size := pieces.row_bytes:
+            table, wanted = _table(arena, size), _rows(pieces.source, pieces.lengths, size)
+            per_window = WINDOW_BYTES // size
+            scratch = np.empty((per_window, size), np.uint8)
+            for at in range(0, len(wanted), per_window):
+                window = scratch[: len(wanted) - at]
+                yield window.nbytes
+                np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
+                self._digest.update(window.data)
+            return
+        for start, _, length in zip(*_plain(pieces), strict=True):
+            for at in range(start, start + length, WINDOW_BYTES):
+                window = arena[at : min(at + WINDOW_BYTES, start + length)]
+                yield window.nbytes
+                self._digest.update(window.data)
+
+
+def _paired(source: Sequence[Segment], destination: Sequence[Segment]) -> _Pieces:
+    """Cut both sides wherever one is cut."""
+    if total_bytes(source) != total_bytes(destination):
+        raise InternalFault(f"{total_bytes(source)} bytes for runs of {total_bytes(destination)}; they must be equal")
+    ours, theirs = _columns(source), _columns(destination)
+    if np.array_equal(ours[:, 1], theirs[:, 1]):
+        return _Pieces(ours[:, 0], theirs[:, 0], ours[:, 1])
+    # Positions in the byte stream where some run starts, on either side.
+    starts, their_starts = (np.cumsum(side[:, 1]) - side[:, 1] for side in (ours, theirs))
+    total = int(ours[:, 1].sum())
+    edges = np.union1d(starts, their_starts)
+    edges = edges[edges < total]
+    lengths = np.diff(edges, append=total)
+    return _Pieces(_offsets(ours, starts, edges), _offsets(theirs, their_starts, edges), lengths)
+
+
+def _offsets(columns: _Ints, starts: _Ints, edges: _Ints) -> _Ints:
+    """Where in the arena each position of the byte stream lies."""
+    run = np.searchsorted(starts, edges, side="right") - 1
+    found: _Ints = columns[run, 0] + edges - starts[run]
+    return found
+
+
+def _columns(runs: Sequence[Segment]) -> _Ints:
+    """[number of non-empty runs, 2]: offset, length."""
+    flat = np.fromiter(itertools.chain.from_iterable(runs), np.int64, 2 * len(runs))
+    columns = flat.reshape(-1, 2)
+    return columns[columns[:, 1] > 0]
+
+
+def _table(arena: Bytes, size: int) -> Bytes:
+    """[arena bytes // size, size]. A tail shorter than a row is in no run."""
+    return arena[: len(arena) // size * size].reshape(-1, size)
+
+
+def _rows(offsets: _Ints, lengths: _Ints, size: int) -> _Ints:
+    """Indices of all rows of the runs, in order."""
+    counts = lengths // size
+    before = np.cumsum(counts) - counts
+    return np.repeat(offsets // size - before, counts) + np.arange(int(counts.sum()))
+
+
+def _plain(pieces: _Pieces) -> tuple[list[int], list[int], list[int]]:
+    return pieces.source.tolist(), pieces.destination.tolist(), pieces.lengths.tolist()

@@ -1,0 +1,118 @@
+"""Workers of one supervisor hand KV off in shared memory; writers that die, stop or go on late spoil nothing.
+
+The cluster's own answers are the reference: the same prompts are asked again while a worker is killed, or stopped and
+let go on, again and again. Afterwards every block is free or cached on every worker.
+"""
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.e2e.cluster import Answer, Front
+
+from disagg.telemetry import metrics as table
+from disagg.testing.processes import Serve
+
+MODEL = "tiny-llama"
+NUM_WORKERS = 3
+ARGUMENTS = ("--prefill", "1", "--decode", "2", "--local-prefill-tokens", "0", "--chunk-tokens", "16")
+LIVES = ("--beat-interval-s", "1.5", "--lease-s", "3", "--max-crashes", "1000", "--max-restart-delay-s", "0.2")
+SIZES = ("--kv-memory", "16M", "--num-threads", "1", "--min-push-bytes", "1K")
+TIMEOUT_S = 90.0
+PROMPTS = [[3 + (salt * 37 + index * (salt + 1)) % 300 for index in range(400)] for salt in range(4)]
+LENGTH = 24
+pytestmark = pytest.mark.timeout(900)
+
+
+@contextmanager
+def cluster(model: Path, transport: str) -> Iterator[tuple[Serve, Front]]:
+    arguments = (str(model), *ARGUMENTS, *LIVES, *SIZES, "--transport", transport)
+    with Serve(arguments) as serve, Front(serve.url, timeout_s=TIMEOUT_S) as front:
+        yield serve, front
+
+
+def ask_all(front: Front) -> list[list[Answer]]:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        return list(pool.map(lambda prompt: front.complete(MODEL, prompt, LENGTH), PROMPTS))
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_neighbours_take_shared_memory_unless_told_otherwise(tiny_llama: Path, transport: str) -> None:
+    with cluster(tiny_llama, transport) as (serve, front):
+        before = front.readings()
+        ask_all(front)
+        counted = front.settled({"prefill": len(PROMPTS)}, before)
+        assert counted.total(table.HANDOFF_BYTES) > 0
+        taken = [line for line in serve.lines if "goes over" in line]
+        kind = "shared_memory" if transport == "auto" else "tcp"
+        assert taken
+        assert all(line.endswith(f"goes over {kind}") for line in taken), taken
+        front.wait_idle(NUM_WORKERS)
+
+
+@contextmanager
+def asking(front: Front, answers: list[list[list[Answer]]]) -> Iterator[None]:
+    """Somebody asks all prompts, over and over."""
+    has_enough = threading.Event()
+
+    def ask() -> None:
+        while not has_enough.is_set():
+            answers.append(ask_all(front))
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask)
+        try:
+            yield
+        finally:
+            has_enough.set()
+            asked.result(2 * TIMEOUT_S)
+
+
+def disturb(serve: Serve, name: str, how: str, rng: random.Random) -> None:
+    """One fault at any moment of a hand-off."""
+    time.sleep(rng.uniform(0.0, 0.4))  # the moment is chance: states are hit in test_shared_memory_writers.py
+    if how == "killed":
+        pid = serve.kill(name, signal.SIGKILL)
+        serve.wait_restarted(name, pid)
+        return
+    pid = serve.kill(name, signal.SIGSTOP)
+    if how == "stopped":  # until the watching processes end it
+        serve.wait_restarted(name, pid)
+    else:
+        time.sleep(rng.uniform(0.1, 1.0))
+        serve.kill(name, signal.SIGCONT)
+
+
+CASES = [
+    pytest.param("auto", "killed", 2),
+    pytest.param("auto", "resumed", 2),
+    *(
+        pytest.param(transport, how, 10, marks=pytest.mark.slow)
+        for transport in ("auto", "tcp")
+        for how in ("resumed", "killed", "stopped")
+    ),
+]
+
+
+@pytest.mark.parametrize(("transport", "how", "num_faults"), CASES)
+def test_faults_of_a_writer_spoil_no_answer_and_no_block(
+    tiny_llama: Path, transport: str, how: str, num_faults: int
+) -> None:
+    rng = random.Random(f"{transport} {how}")
+    with cluster(tiny_llama, transport) as (serve, front):
+        expected = ask_all(front)
+        answers: list[list[list[Answer]]] = []
+        with asking(front, answers):
+            for number in range(num_faults):
+                disturb(serve, rng.choice(["prefill-0", "prefill-0", "decode-0"]) if number else "prefill-0", how, rng)
+        assert answers
+        assert all(each == expected for each in answers)
+        serve.wait_healthy()
+        assert ask_all(front) == expected
+        front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)

@@ -1,0 +1,424 @@
+"""What only shared memory can do: strangers, seals, permits that are given back, a process that must not be ended."""
+
+import fcntl
+import logging
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+from tests.unit.transport.rigs import (
+    ARENA_BYTES,
+    DEADLINE_S,
+    DECODE,
+    FENCE_S,
+    PREFILL,
+    RECEIVER_INCARNATION,
+    EventLog,
+    write_of,
+)
+from tests.unit.transport.shared_memory_rig import SharedMemoryRig
+
+from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.errors import InternalFault, ProtocolViolation
+from disagg.core.ids import Incarnation, WorkerId
+from disagg.kvcache.memory import Segment
+from disagg.testing.memory import BytesMemory, SealedBytesMemory
+from disagg.transport.api import ConnectionLost, GrantFenced, Write, WriteFinished, WriteLanded, WritesStopped
+from disagg.transport.copy_queue import CopyQueue
+from disagg.transport.local_stream import MAX_MESSAGE_BYTES, abstract_address
+from disagg.transport.shared_memory_link import SharedMemorySenderConfig
+from disagg.transport.shared_memory_receiver import MAX_TICKETS, SharedMemoryReceiver
+from disagg.transport.shared_memory_sender import SharedMemorySender
+from disagg.transport.shared_memory_wire import (
+    Admission,
+    Answer,
+    Copied,
+    Farewell,
+    Greeting,
+    OwnerMessage,
+    Permit,
+    Progress,
+    Request,
+    Withdrawal,
+    WriterMessage,
+    decode_owner,
+    encode,
+)
+from disagg.transport.sharing import SHARING_SECRET, SharingDomain, draw_domain, take_domain
+
+KEY = b"key-0"
+BIG = (Segment(0, 256 << 10),)
+WHOLE = (Segment(0, ARENA_BYTES),)
+RAW = WorkerId("raw")
+
+
+class RawWriter:
+    """Speaks by hand, and closes the arena it is given."""
+
+    def __init__(self, address: str) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(DEADLINE_S)
+        self.sock.connect(abstract_address(address))
+        self.descriptors: list[int] = []
+
+    def say(self, message: WriterMessage | bytes) -> None:
+        body = message if isinstance(message, bytes) else encode(message)
+        self.sock.sendall(struct.pack("!I", len(body)) + body)
+
+    def hear(self) -> OwnerMessage:
+        head, descriptors, _, _ = socket.recv_fds(self.sock, 4, 1)
+        self.descriptors += descriptors
+        assert len(head) == 4, "closed"
+        (size,) = struct.unpack("!I", head)
+        return decode_owner(bytearray(self.sock.recv(size, socket.MSG_WAITALL)))
+
+    def greet(self, domain: SharingDomain) -> None:
+        self.say(Greeting(RAW, RECEIVER_INCARNATION, domain.secret))
+        assert self.hear() == Admission(None, ARENA_BYTES)
+
+    def is_closed_by_peer(self) -> bool:
+        try:
+            while self.sock.recv(4096):
+                pass
+        except ConnectionError:
+            pass
+        return True  # a socket timeout raises TimeoutError instead
+
+    def close(self) -> None:
+        self.sock.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+@contextmanager
+def raw_writer(rig: SharedMemoryRig) -> Iterator[RawWriter]:
+    writer = RawWriter(rig.receiver.endpoint.address)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def request(ticket: int, number: int = 0, destination: Sequence[Segment] = BIG, key: bytes = KEY) -> Request:
+    return Request(ticket, key, number, b"", tuple(destination), sum(length for _, length in destination))
+
+
+def assert_still_serves(rig: SharedMemoryRig, number: int, key: bytes = b"served") -> None:
+    if number == 0:
+        rig.receiver.grant(PREFILL, key, BIG)
+    rig.sender.write(write_of(key, number, BIG, BIG))
+    assert rig.sent.wait(WriteFinished, number + 1)[-1].failure is None
+
+
+# --- who may come in -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("greeting", "reason"),
+    [
+        (lambda domain: Greeting(RAW, RECEIVER_INCARNATION, b"guessed"), "secret"),
+        (lambda domain: Greeting(RAW, RECEIVER_INCARNATION, b""), "secret"),
+        (lambda domain: Greeting(RAW, RECEIVER_INCARNATION, draw_domain().secret), "secret"),
+        (lambda domain: Greeting(RAW, Incarnation(404), domain.secret), "incarnation"),
+    ],
+)
+def test_a_stranger_is_refused_and_given_no_memory(shared: SharedMemoryRig, greeting: object, reason: str) -> None:
+    assert_still_serves(shared, 0)
+    with raw_writer(shared) as writer:
+        writer.say(greeting(shared.domain))  # type: ignore[operator]
+        answer = writer.hear()
+        assert isinstance(answer, Admission)
+        assert reason in (answer.refusal or "")
+        assert writer.is_closed_by_peer()
+        assert writer.descriptors == []
+    assert_still_serves(shared, 1)
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        struct.pack("!I", 2**32 - 1),
+        struct.pack("!I", MAX_MESSAGE_BYTES + 1),
+        struct.pack("!I", 5) + b"noise",
+        struct.pack("!I", 9) + encode(Farewell())[:9].ljust(9, b"\0"),
+    ],
+    ids=["4 GiB", "long", "noise", "cut"],
+)
+@pytest.mark.parametrize("is_greeted", [False, True])
+def test_noise_closes_its_connection_only(shared: SharedMemoryRig, noise: bytes, *, is_greeted: bool) -> None:
+    assert_still_serves(shared, 0)
+    with raw_writer(shared) as writer:
+        if is_greeted:
+            writer.greet(shared.domain)
+        writer.sock.sendall(noise)
+        assert writer.is_closed_by_peer()
+    assert_still_serves(shared, 1)
+
+
+def test_who_says_nothing_is_closed_in_time() -> None:
+    domain = draw_domain()
+    memory = SealedBytesMemory(10)
+    receiver = SharedMemoryReceiver(memory, RECEIVER_INCARNATION, EventLog().post, domain, hello_timeout_s=0.1)
+    writer = RawWriter(receiver.endpoint.address)
+    assert writer.is_closed_by_peer()
+    writer.close()
+    receiver.close()
+
+
+def test_an_admitted_writer_can_neither_shrink_nor_grow_nor_unseal_the_arena(shared: SharedMemoryRig) -> None:
+    with raw_writer(shared) as writer:
+        writer.greet(shared.domain)
+        (descriptor,) = writer.descriptors
+        assert os.fstat(descriptor).st_size == ARENA_BYTES
+        for size in (0, ARENA_BYTES + 4096):
+            with pytest.raises(OSError, match="not permitted"):
+                os.ftruncate(descriptor, size)
+        with pytest.raises(OSError, match="not permitted"):
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+
+
+def test_a_secret_travels_in_the_environment_once() -> None:
+    domain = draw_domain()
+    environ = {**domain.environment(), "OTHER": "1"}
+    taken = take_domain(environ)
+    assert taken is not None
+    assert taken.name == domain.name
+    assert taken.admits(domain.secret)
+    assert environ == {"OTHER": "1"}
+    assert take_domain(environ) is None
+    for text in ("not hex", "abcd"):
+        assert take_domain({SHARING_SECRET: text}) is None
+    assert domain.secret.hex() not in domain.name
+    assert draw_domain().name != domain.name
+
+
+def test_endpoints_of_other_domains_and_memory_that_cannot_be_mapped_are_refused(shared: SharedMemoryRig) -> None:
+    elsewhere = Endpoint(TransportKind.SHARED_MEMORY, f"{draw_domain().name}/x")
+    for endpoint in (elsewhere, Endpoint(TransportKind.TCP, "127.0.0.1:1")):
+        with pytest.raises(InternalFault, match="not shared memory of the domain"):
+            shared.sender.connect(DECODE, endpoint, RECEIVER_INCARNATION)
+    with pytest.raises(InternalFault, match="over tcp alone"):
+        SharedMemoryReceiver(Unmappable(10), RECEIVER_INCARNATION, EventLog().post, shared.domain)
+
+
+class Unmappable(BytesMemory):
+    descriptor = None
+
+
+def test_an_arena_that_cannot_be_mapped_can_still_be_written_from(shared: SharedMemoryRig) -> None:
+    log = EventLog()
+    memory = BytesMemory(data=b"staged" * 1000)
+    sender = SharedMemorySender(WorkerId("gpu"), memory, log.post, shared.domain)
+    sender.connect(DECODE, shared.receiver.endpoint, RECEIVER_INCARNATION)
+    shared.receiver.grant(WorkerId("gpu"), KEY, (Segment(0, 6000),))
+    pieces = (Segment(0, 3000), Segment(3000, 3000))
+    sender.write(write_of(KEY, 0, pieces, (Segment(10, 5990), Segment(0, 10))))
+    assert log.wait(WriteFinished)[0].failure is None
+    assert shared.target.read((Segment(10, 5990), Segment(0, 10))) == b"staged" * 1000
+    sender.close()
+
+
+# --- permits -------------------------------------------------------------------------------------------------------
+
+
+def test_each_word_ends_a_permit_and_the_last_one_fences(shared: SharedMemoryRig) -> None:
+    shared.receiver.grant(RAW, KEY, WHOLE)
+    with raw_writer(shared) as writer:
+        writer.greet(shared.domain)
+        for ticket in (1, 2, 3):
+            writer.say(request(ticket, ticket))
+            assert writer.hear() == Permit(ticket)
+        shared.receiver.revoke(KEY)
+        writer.say(request(4, 4))
+        refused = writer.hear()
+        assert isinstance(refused, Answer)
+        assert "not granted" in (refused.failure or "")
+        writer.say(Withdrawal(1))
+        writer.say(Progress(2, 100))
+        writer.say(Copied(2, 0))
+        answer = writer.hear()
+        assert isinstance(answer, Answer)
+        assert answer.failure is not None
+        assert shared.landed.of(GrantFenced) == []
+        writer.say(Farewell())
+        assert shared.landed.wait(GrantFenced) == [GrantFenced(KEY)]
+
+
+def test_a_connection_that_ends_without_farewell_fences_nothing_while_its_process_lives(
+    shared: SharedMemoryRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared.receiver.grant(RAW, KEY, WHOLE)
+    with raw_writer(shared) as writer:
+        writer.greet(shared.domain)
+        writer.say(request(1))
+        assert writer.hear() == Permit(1)
+    fenced = threading.Event()
+    shared.landed.on_event = lambda event: fenced.set()
+    with caplog.at_level(logging.ERROR):
+        shared.receiver.revoke(KEY)
+        assert not fenced.wait(2 * FENCE_S)
+    assert "within this process" in caplog.text  # which is not ended by force
+    assert shared.ended == []
+    with raw_writer(shared) as again:  # the same process says by connecting anew that the old copy is over
+        again.greet(shared.domain)
+        assert shared.landed.wait(GrantFenced) == [GrantFenced(KEY)]
+
+
+@pytest.mark.parametrize("case", ["unknown ticket", "ticket twice", "write twice", "too many"])
+def test_a_writer_that_breaks_the_rules_is_heard_out_but_not_served(shared: SharedMemoryRig, case: str) -> None:
+    shared.receiver.grant(RAW, KEY, WHOLE)
+    with raw_writer(shared) as writer:
+        writer.greet(shared.domain)
+        writer.say(request(1))
+        assert writer.hear() == Permit(1)
+        if case == "too many":
+            for ticket in range(2, MAX_TICKETS + 1):
+                writer.say(request(ticket, ticket))
+                assert writer.hear() == Permit(ticket)
+        bad: dict[str, WriterMessage] = {
+            "unknown ticket": Copied(9, 1),
+            "ticket twice": request(1, 5),
+            "write twice": request(2, 0),
+            "too many": request(MAX_TICKETS + 1, 999),
+        }
+        writer.say(bad[case])
+        assert writer.is_closed_by_peer()
+        shared.receiver.revoke(KEY)
+        assert shared.landed.of(GrantFenced) == []
+        writer.say(Farewell())
+        assert shared.landed.wait(GrantFenced) == [GrantFenced(KEY)]
+
+
+def test_permits_of_cancelled_writes_are_given_back_and_the_link_goes_on(shared: SharedMemoryRig) -> None:
+    shared.receiver.grant(PREFILL, KEY, WHOLE)
+    shared.relay.hold("request")
+    for number in range(5):
+        shared.sender.write(write_of(KEY, number, BIG, BIG))
+    shared.relay.wait_held()
+    shared.sender.cancel(DECODE, KEY)
+    assert shared.sent.wait(WritesStopped) == [WritesStopped(DECODE, KEY)]
+    assert all("cancelled" in (event.failure or "") for event in shared.sent.wait(WriteFinished, 5))
+    shared.relay.release()
+    shared.receiver.grant(PREFILL, b"next", BIG)
+    shared.sender.write(write_of(b"next", 0, BIG, BIG))
+    assert shared.sent.wait(WriteFinished, 6)[5].failure is None
+    shared.receiver.revoke(KEY)
+    assert shared.landed.wait(GrantFenced) == [GrantFenced(KEY)]
+    assert not any(event.key == KEY for event in shared.landed.of(WriteLanded))
+
+
+def test_an_owner_that_answers_nothing_is_lost_after_the_stall_timeout(shared: SharedMemoryRig) -> None:
+    log = EventLog()
+    config = SharedMemorySenderConfig(stall_timeout_s=0.2)
+    sender = SharedMemorySender(PREFILL, shared.source, log.post, shared.domain, config)
+    shared.connect(sender)
+    shared.receiver.grant(PREFILL, KEY, WHOLE)
+    sender.write(write_of(KEY, 0, BIG, BIG))
+    assert log.wait(WriteFinished)[0].failure is None
+    lost = threading.Event()
+    log.on_event = lambda event: lost.set() if isinstance(event, ConnectionLost) else None
+    assert not lost.wait(0.5)  # idle: nothing is due
+    shared.relay.hold("request")
+    sender.write(write_of(KEY, 1, BIG, BIG))
+    assert log.wait(WriteFinished, 2)[1].failure is not None
+    log.wait(ConnectionLost)
+    shared.relay.release()
+    sender.close()
+
+
+def test_closing_is_bounded_whatever_the_other_end_does(shared: SharedMemoryRig) -> None:
+    shared.receiver.grant(PREFILL, KEY, WHOLE)
+    shared.relay.hold("copied")
+    shared.sender.write(write_of(KEY, 0, BIG, BIG))
+    shared.relay.wait_held()
+    started_s = time.monotonic()
+    shared.sender.close()
+    shared.receiver.close()
+    assert time.monotonic() - started_s < 2.0
+    assert [event.failure for event in shared.sent.of(WriteFinished)] == ["the sender was closed"]
+
+
+def test_nobody_else_finds_a_name_and_nothing_is_left_of_an_arena() -> None:
+    domain = draw_domain()
+    memory = SealedBytesMemory(mmap.PAGESIZE)
+    receiver = SharedMemoryReceiver(memory, RECEIVER_INCARNATION, EventLog().post, domain)
+    assert not any("disagg" in name for name in os.listdir("/dev/shm"))
+    address = receiver.endpoint.address
+    receiver.close()
+    with socket.socket(socket.AF_UNIX) as sock, pytest.raises(ConnectionRefusedError):
+        sock.connect(abstract_address(address))
+
+
+# --- the queue -----------------------------------------------------------------------------------------------------
+
+
+def queued(number: int, num_bytes: int = 10, key: bytes = b"a") -> Write:
+    return write_of(key, number, (Segment(0, num_bytes),), (Segment(0, num_bytes),))
+
+
+def test_requests_run_ahead_under_the_cap_and_a_repeated_write_waits() -> None:
+    queue = CopyQueue(max_ahead_bytes=100, max_ahead=3)
+    for number, size in ((0, 60), (0, 60), (1, 30), (2, 500)):
+        queue.put(queued(number, size))
+    queue.put(queued(7, 20, key=b"b"))
+    first = queue.try_request()
+    assert first is not None
+    second = queue.try_request()
+    assert second is not None
+    assert (second.write.key, second.write.number) == (b"b", 7)
+    assert queue.try_request() is None  # 0 again: only after its answer
+    queue.permit(first.number)
+    assert queue.try_copy() == first
+    queue.check_invariants()
+    queue.copied()
+    assert queue.answer(first.number) == first.write
+    again = queue.try_request()
+    assert again is not None
+    assert again.write.number == 0
+    assert queue.try_request() is None  # 30 more would pass the cap
+    queue.check_invariants()
+    for ticket in (second.number, again.number):
+        assert queue.answer(ticket) is not None
+    third = queue.try_request()
+    assert third is not None
+    assert queue.try_request() is None
+    queue.answer(third.number)
+    alone = queue.try_request()
+    assert alone is not None
+    assert alone.num_bytes == 500
+    queue.check_invariants()
+    assert queue.drop_all() == (alone.write,)
+    assert queue.is_empty
+
+
+def test_what_is_cancelled_is_told_at_once_and_withdrawn_when_permitted() -> None:
+    queue = CopyQueue(max_ahead_bytes=100, max_ahead=8)
+    for number in range(5):
+        queue.put(queued(number))
+    tickets = [queue.try_request() for _ in range(4)]
+    numbers = [ticket.number for ticket in tickets if ticket is not None]
+    queue.permit(numbers[0])
+    queue.permit(numbers[1])
+    copying = queue.try_copy()
+    assert copying is not None
+    assert sorted(write.number for write in queue.drop(b"a")) == [1, 2, 3, 4]
+    queue.check_invariants()
+    assert queue.next_withdrawn() == numbers[1]
+    queue.permit(numbers[2])
+    assert queue.next_withdrawn() == numbers[2]
+    assert queue.answer(numbers[3]) is None  # it was refused anyway
+    queue.abandon()
+    assert queue.next_withdrawn() == numbers[0]
+    assert queue.is_empty
+    for strange in (numbers[0], 99):
+        with pytest.raises(ProtocolViolation, match="waits for none"):
+            queue.permit(strange)
+        with pytest.raises(ProtocolViolation, match="waits for none"):
+            queue.answer(strange)
+    queue.check_invariants()
