@@ -17,3 +17,4 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
     kind: TransportKind
     address: str  # "host:port" for tcp, a name for in_process
+    token: bytes = b""  # proves the pairing of one peer; only that peer is told

@@ -26,6 +26,8 @@ from disagg.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
 
+GRANT_SEED_BYTES = 32
+
 
 def run_worker(config: WorkerConfig) -> int:
     """Blocking; 0 when told to stop. Raises ConfigurationError when the configuration cannot work."""
@@ -124,6 +126,7 @@ def scheduler_config(config: WorkerConfig, loaded: LoadedEngine, incarnation: In
         handoff_mode=config.handoff,
         min_push_bytes=config.min_push_bytes,
         lease_s=config.lease_s,
+        grant_seed=secrets.token_bytes(GRANT_SEED_BYTES),
     )
 
 
