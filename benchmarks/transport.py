@@ -27,6 +27,7 @@ from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory
 from disagg.transport.api import TransportEvent, Write, WriteFinished
+from disagg.transport.capability import pairing_token
 from disagg.transport.tcp_link import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
@@ -38,6 +39,7 @@ SEED = 7
 PEER = WorkerId("decode")
 ME = WorkerId("prefill")
 INCARNATION = Incarnation(1)
+SECRET = b"benchmark"
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -107,7 +109,9 @@ def plain_receive(sock: socket.socket, views: list[memoryview]) -> None:
 def serve() -> None:
     memory = BytesMemory(ARENA_BYTES)
     memory.fill(Segment(0, ARENA_BYTES), b"\1" * ARENA_BYTES)  # touch every page before anything is timed
-    receivers = [TcpReceiver(memory, INCARNATION, lambda event: None, checksums=on) for on in (True, False)]
+    receivers = [
+        TcpReceiver(memory, INCARNATION, lambda event: None, checksums=on, secret=SECRET) for on in (True, False)
+    ]
     for index, shape in enumerate(shapes()):
         for receiver in receivers:
             receiver.grant(ME, key_of(index, 0), shape.destination)
@@ -163,7 +167,9 @@ class Ours(Side):
         self.name = "ours, xxh3" if checksums else "ours, no checksum"
         self._events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
         self._sender = TcpSender(ME, Incarnation(2), memory, self._events.put, TcpSenderConfig(checksums=checksums))
-        self._sender.connect(PEER, Endpoint(TransportKind.TCP, address), INCARNATION)
+        self._sender.connect(
+            PEER, Endpoint(TransportKind.TCP, address, pairing_token(SECRET, ME, Incarnation(2))), INCARNATION
+        )
         self._shapes = shapes()
 
     def run(self, shape: int, number: int) -> float:

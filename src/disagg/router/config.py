@@ -3,6 +3,7 @@
 import msgspec
 
 from disagg.channel.channel import DEFAULT_BEAT_INTERVAL_S
+from disagg.channel.keys import check_exposure
 from disagg.core.errors import ConfigurationError
 from disagg.policy.recovery import RecoveryLimits
 
@@ -20,6 +21,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_s: float = RecoveryLimits().max_queue_s  # without a first token, behind others; then 503
     beat_interval_s: float = DEFAULT_BEAT_INTERVAL_S  # a worker silent for two of these is lost
     max_body_bytes: int = 8 << 20
+    keys: str = ""  # directory made by `disagg keys`: workers are met under mutual TLS; "": loopback only
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -30,6 +32,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         for field, port in (("port", self.port), ("control_port", self.control_port)):
             if not 0 <= port <= 65535:
                 raise ConfigurationError(f"{field} is {port}: it must be 0 (any free one) to 65535")
+        check_exposure("--control-host", self.control_host, self.keys)
         if self.port == self.control_port and self.port and self.host == self.control_host:
             raise ConfigurationError(f"port and control_port are both {self.port}: choose two different ones")
         limits = (

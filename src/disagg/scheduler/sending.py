@@ -151,7 +151,7 @@ class Sending:
         try:
             named = decode_grant_key(message.grant_key)
         except msgspec.DecodeError:
-            return "a key that is none"
+            return "a key of nothing"
         if (named.handoff_id, named.fence) != (source.handoff_id, source.fence):
             return "a key of another hand-off"
         num_tokens = len(message.blocks) * self._state.peers[source.peer].layout.block_size

@@ -7,10 +7,8 @@
 Proofs are HMAC-SHA256. A proof recorded from one connection is worth nothing on another: its nonce differs.
 """
 
-import enum
 import hashlib
 import hmac
-import threading
 
 from disagg.core.ids import Incarnation, WorkerId
 
@@ -37,6 +35,11 @@ def grant_name(key: bytes) -> bytes:
     return hashlib.sha256(b"disagg grant" + key).digest()[:NAME_BYTES]
 
 
+def shown(key: bytes) -> str:
+    """A grant as messages and logs may name it."""
+    return grant_name(key).hex()
+
+
 def frame_proof(key: bytes, nonce: bytes, number: int) -> bytes:
     """Shows that the sender holds the grant, for one frame of one connection."""
     return _mac(key, b"frame", nonce, number.to_bytes(8))
@@ -50,32 +53,3 @@ def is_right(proof: bytes, expected: bytes) -> bool:
 def _mac(key: bytes, kind: bytes, *parts: bytes) -> bytes:
     # Lengths are part of it, so that no two lists of parts make one message.
     return hmac.digest(key, kind + b"".join(len(part).to_bytes(4) + part for part in parts), _DIGEST)
-
-
-class Refusal(enum.StrEnum):
-    """Why a data connection or a frame was turned away."""
-
-    FULL = "full"  # too many connections
-    LATE = "late"  # did not introduce itself in time
-    GARBAGE = "garbage"  # no item of this protocol
-    NOT_PAIRED = "not_paired"  # another incarnation, or no proof of the pairing
-    NO_TLS = "no_tls"  # no certificate that the authority has signed
-    NO_GRANT = "no_grant"  # unknown, given back, or somebody else's
-    FALSE_PROOF = "false_proof"  # the grant is there, its key was not proven
-
-
-class Tally:
-    """Counts refusals from any thread. Bounded: one number per reason."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts = dict.fromkeys(Refusal, 0)
-
-    def add(self, reason: Refusal) -> None:
-        with self._lock:
-            self._counts[reason] += 1
-
-    def counts(self) -> dict[Refusal, int]:
-        """Totals since the start, without those that are 0."""
-        with self._lock:
-            return {reason: count for reason, count in self._counts.items() if count}

@@ -22,7 +22,7 @@ from disagg.core.errors import InternalFault, PeerFault, PeerLost
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Memory
 from disagg.transport.api import ConnectionLost, Write, WriteFinished
-from disagg.transport.capability import frame_proof, grant_name
+from disagg.transport.capability import frame_proof, grant_name, shown
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.outbox import Outbox
 from disagg.transport.segments import total_bytes
@@ -76,7 +76,7 @@ class PeerLink:
         """`stopped` is told of each cancelled key, under this link's lock, once nothing is read for it any more."""
         self.peer = peer
         self.endpoint = endpoint
-        self._who = who
+        self.who = who
         self._lane = lane
         self._tls = tls
         self._stopped = stopped
@@ -93,14 +93,14 @@ class PeerLink:
 
     @property
     def incarnation(self) -> Incarnation:
-        return self._who.destination_incarnation
+        return self.who.destination_incarnation
 
     def write(self, write: Write) -> None:
         with self._changed:
             if self._retired is not None:
                 self._finish(write, self._retired)
             elif write.key in self._stopping:
-                self._finish(write, f"key {grant_name(write.key).hex()} is cancelled")
+                self._finish(write, f"key {shown(write.key)} is cancelled")
             else:
                 self._queue.put(write)
                 if self.thread is None:
@@ -112,7 +112,7 @@ class PeerLink:
     def cancel(self, key: bytes) -> None:
         with self._changed:
             for write in self._queue.drop(key):
-                self._finish(write, f"key {grant_name(key).hex()} was cancelled before write {write.number} was sent")
+                self._finish(write, f"key {shown(key)} was cancelled before write {write.number} was sent")
             sending = self._queue.sending
             if sending is None or sending.key != key:
                 self._stopped(key)
@@ -231,7 +231,7 @@ class PeerLink:
             if self._retired is not None:
                 raise PeerLost(self._retired)
         self._watch.after(config.connect_timeout_s, partial(self._give_up, connection))
-        connection.nonce = introduce(stream, self._who, self.endpoint.token, self._lane)
+        connection.nonce = introduce(stream, self.who, self.endpoint.token, self._lane)
         answers = threading.Thread(
             target=self._read_answers, args=(connection,), name=f"disagg-tcp-answers-{self.peer}", daemon=True
         )
@@ -243,7 +243,7 @@ class PeerLink:
         with self._changed:
             if self._retired is None and write.key not in self._stopping:
                 return False
-        cancelled = f"key {grant_name(write.key).hex()} was cancelled before write {write.number} was sent"
+        cancelled = f"key {shown(write.key)} was cancelled before write {write.number} was sent"
         self._abandon(write, self._retired or cancelled)
         return True
 
@@ -316,7 +316,7 @@ class PeerLink:
             connection = self._connection
             is_inside = self._queue.sending is write
         if is_inside and connection is not None:
-            self._lose(connection, f"key {grant_name(write.key).hex()} was cancelled and its frame was not taken in time")
+            self._lose(connection, f"key {shown(write.key)} was cancelled and its frame was not taken in time")
 
     def _give_up(self, connection: _Connection) -> None:
         """The peer took the connection and does not answer the hello."""

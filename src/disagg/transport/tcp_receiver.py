@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from disagg.channel.tally import Refusal, Tally
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import InternalFault, PeerFault, ProtocolViolation
 from disagg.core.ids import Incarnation, WorkerId
@@ -32,8 +33,6 @@ from disagg.transport.api import Post
 from disagg.transport.capability import (
     NONCE_BYTES,
     SECRET_BYTES,
-    Refusal,
-    Tally,
     frame_proof,
     grant_name,
     hello_proof,
@@ -307,7 +306,7 @@ class TcpReceiver:
             return f"incarnation {hello.destination_incarnation:x} is not here, {self._incarnation:x} is; pair again"
         token = pairing_token(self._secret, hello.sender, hello.sender_incarnation)
         if not is_right(hello.proof, hello_proof(token, nonce, hello.lane)):
-            return f"no proof that {hello.sender} ({hello.sender_incarnation:x}) was paired with this worker; pair again"
+            return f"no proof that {hello.sender} ({hello.sender_incarnation:x}) was paired here; pair again"
         if hello.checksums != self._checksums:
             return f"checksums are {hello.checksums} at the sender and {self._checksums} here; set both alike"
         return None

@@ -7,16 +7,18 @@ from itertools import chain
 from zlib import crc32
 
 from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import InternalFault
+from disagg.core.errors import InternalFault, PeerLost
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Memory, Segment
 from disagg.transport.api import Post, Write, WriteFinished, WritesStopped
 from disagg.transport.deadlines import DeadlineWatch, join_all
 from disagg.transport.outbox import Outbox
 from disagg.transport.segments import SegmentSet, total_bytes
-from disagg.transport.tcp_dial import Introduction
+from disagg.transport.stream import Stream
+from disagg.transport.tcp_dial import Introduction, introduce, open_stream
 from disagg.transport.tcp_link import PeerLink, TcpSenderConfig
-from disagg.transport.wire import MAX_KEY_BYTES, MAX_TAG_BYTES
+from disagg.transport.tcp_probe import Measured, measure
+from disagg.transport.wire import MAX_KEY_BYTES, MAX_TAG_BYTES, PROBE_LANE
 
 
 class StopCount:
@@ -68,6 +70,7 @@ class TcpSender:
         self._lock = threading.Lock()
         self._links: dict[WorkerId, tuple[PeerLink, ...]] = {}  # by lane
         self._stops = StopCount(self._outbox)
+        self._measuring: set[Stream] = set()
         self._retired: list[PeerLink] = []  # ending on their own; joined in close()
         self._is_closed = False
 
@@ -135,6 +138,32 @@ class TcpSender:
             for link in links:
                 link.cancel(key)
 
+    def measure(self, peer: WorkerId, budget_s: float) -> Measured:
+        """Blocking, for budget_s and the time to connect, which is bounded. Raises PeerFault, OSError."""
+        with self._lock:
+            links = self._links.get(peer, ())
+            if not links:
+                raise PeerLost(f"{peer} is not connected; call connect() first")
+            config, link = self._config, links[0]
+        stream = open_stream(
+            link.endpoint,
+            connect_timeout_s=config.connect_timeout_s,
+            stall_timeout_s=config.connect_timeout_s,
+            tls=self._tls,
+        )
+        try:
+            with self._lock:
+                if self._is_closed:
+                    raise PeerLost("the sender was closed")
+                self._measuring.add(stream)
+            self._watch.after(config.connect_timeout_s + budget_s, stream.shut)
+            introduce(stream, link.who, link.endpoint.token, PROBE_LANE)
+            return measure(stream, budget_s)
+        finally:
+            with self._lock:
+                self._measuring.discard(stream)
+            stream.close()
+
     def disconnect(self, peer: WorkerId) -> None:
         """Forget a peer; its unfinished writes fail, without a ConnectionLost."""
         with self._lock:
@@ -153,6 +182,8 @@ class TcpSender:
                 for link in links:
                     self._retire(link, "the sender was closed")
             self._links.clear()
+            for stream in self._measuring:
+                stream.shut()
             threads = [link.thread for link in self._retired if link.thread is not None]
         left = join_all(threads, self._config.close_timeout_s)
         self._watch.close()

@@ -6,7 +6,10 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Callable
+from functools import partial
 
+from disagg.channel.keys import Keys, load_keys
 from disagg.channel.lifeline import watch_parent
 from disagg.core.endpoints import TransportKind
 from disagg.core.errors import ConfigurationError
@@ -15,6 +18,8 @@ from disagg.modelfiles.fetch import resolve_model
 from disagg.policy.batching import StepBudget
 from disagg.protocol.messages import WorkerCard
 from disagg.scheduler.config import SchedulerConfig
+from disagg.transport.api import TransportEvent
+from disagg.transport.tcp_link import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.worker.config import WorkerConfig
@@ -46,7 +51,7 @@ def run_worker(config: WorkerConfig) -> int:
 
 async def _serve(config: WorkerConfig, loaded: LoadedEngine) -> None:
     worker, peers = await start_worker(config, loaded, Watchdog(config.progress_timeout_s))
-    router = RouterLink(worker, peers, config.router_address, config.beat_interval_s)
+    router = RouterLink(worker, peers, config.router_address, config.beat_interval_s, load_keys(config.keys))
     serving = [asyncio.create_task(router.run()), asyncio.create_task(router.report_states())]
     try:
         ending = asyncio.create_task(_ending(worker, config.drain_timeout_s))
@@ -102,9 +107,10 @@ async def start_worker(
         control_address="",
         data_endpoints=(),
     )
-    courier = Courier(card, _tcp(config, loaded, worker_id, incarnation))
+    keys = load_keys(config.keys)
+    courier = Courier(card, _tcp(config, loaded, card, keys))
     worker = Worker(scheduler_config(config, loaded, incarnation), engine, courier, watchdog)
-    peers = PeerLinks(worker, courier.card, config.beat_interval_s)
+    peers = PeerLinks(worker, courier.card, config.beat_interval_s, keys=keys, link_gbits=config.link_gbits)
     await peers.listen(config.host)
     courier.card = peers.card
     return worker, peers
@@ -130,14 +136,23 @@ def scheduler_config(config: WorkerConfig, loaded: LoadedEngine, incarnation: In
     )
 
 
-def _tcp(config: WorkerConfig, loaded: LoadedEngine, worker_id: WorkerId, incarnation: Incarnation) -> MakeMovers:
+def _tcp(config: WorkerConfig, loaded: LoadedEngine, card: WorkerCard, keys: Keys | None) -> MakeMovers:
     memory = loaded.engine.memory
-    return lambda post: {
-        TransportKind.TCP: Mover(
-            TcpSender(worker_id, incarnation, memory, post),
-            TcpReceiver(memory, incarnation, post, host=config.host),
+
+    def make(post: Callable[[TransportEvent], None]) -> dict[TransportKind, Mover]:
+        sender = TcpSender(
+            card.worker_id,
+            card.incarnation,
+            memory,
+            post,
+            TcpSenderConfig(num_lanes=config.data_connections),
+            tls=keys.dialling if keys else None,
         )
-    }
+        receiver = TcpReceiver(memory, card.incarnation, post, host=config.host, tls=keys.accepting if keys else None)
+        measure = partial(sender.measure, budget_s=config.probe_s) if config.probe_s else None
+        return {TransportKind.TCP: Mover(sender, receiver, measure, receiver.refused)}
+
+    return make
 
 
 def _pin(cores: tuple[int, ...]) -> None:
