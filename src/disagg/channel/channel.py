@@ -127,10 +127,10 @@ class Channel(Generic[M]):
             async with asyncio.timeout(flush_timeout_s):
                 await self._writer.drain()
         self._writer.close()
-        with contextlib.suppress(OSError, TimeoutError):
+        try:
             async with asyncio.timeout(flush_timeout_s):
                 await self._writer.wait_closed()
-        if not self._writer.transport.is_closing() or self._writer.transport.get_write_buffer_size():
+        except (OSError, TimeoutError):
             self._writer.transport.abort()
 
     async def _read(self) -> M:

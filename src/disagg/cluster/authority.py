@@ -50,9 +50,7 @@ def make_keys(directory: Path, hosts: tuple[str, ...], days: int) -> tuple[str, 
             authority, authority_key = _new_authority(directory, now, until)
             lines.append(f"made the authority {directory / CA_FILE}; keep {CA_KEY_FILE} to yourself")
         if authority.not_valid_after_utc < now:
-            raise ConfigurationError(
-                f"the authority in {directory} expired on {authority.not_valid_after_utc:%Y-%m-%d}"
-            )
+            raise ConfigurationError(f"the authority in {directory} has expired: make another in a new directory")
         until = min(until, authority.not_valid_after_utc)
         for host in hosts:
             _new_node(directory / host, host, authority, authority_key, now, until)
@@ -83,9 +81,7 @@ def _new_authority(
     directory: Path, now: datetime.datetime, until: datetime.datetime
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     if (directory / CA_FILE).exists():
-        raise ConfigurationError(
-            f"{directory / CA_FILE} is there without {CA_KEY_FILE}: use the directory that has both"
-        )
+        raise ConfigurationError(f"{directory} has {CA_FILE} without {CA_KEY_FILE}: use a directory that has both")
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("disagg authority")
     usage = x509.KeyUsage(

@@ -11,7 +11,7 @@ from pathlib import Path
 from disagg.core.endpoints import is_loopback
 from disagg.protocol.messages import HostLimits
 
-LOOPBACK_GBITS = 10.0  # any machine's memory carries more than this between two processes
+LOOPBACK_GBITS = 4.0  # two processes of one machine, through its kernel
 LEAST_SHARE = 0.1  # of what a link should give; less is worth a warning
 BYTES_PER_GBIT = 125e6
 
