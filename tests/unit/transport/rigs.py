@@ -234,6 +234,8 @@ class Rig(Protocol):
     sent: EventLog
     landed: EventLog
     can_force_fence: bool
+    num_lanes: int
+    is_encrypted: bool
 
     def connect(self, sender: Sender, incarnation: Incarnation = RECEIVER_INCARNATION) -> None: ...
     def another_sender(self, worker_id: WorkerId, log: EventLog) -> Sender: ...
@@ -302,7 +304,15 @@ def raw_header(key: bytes, nonce: bytes, number: int, destination: tuple[Segment
 class TcpRig:
     can_force_fence = True
 
-    def __init__(self, client_tls: ssl.SSLContext | None = None, server_tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        client_tls: ssl.SSLContext | None = None,
+        server_tls: ssl.SSLContext | None = None,
+        *,
+        num_lanes: int = 1,
+    ) -> None:
+        self.num_lanes = num_lanes
+        self.is_encrypted = client_tls is not None
         self.client_tls, self.server_tls = client_tls, server_tls
         self.source = BytesMemory(data=pattern(ARENA_BYTES))
         self.gated = GatedMemory(ARENA_BYTES)
@@ -322,7 +332,7 @@ class TcpRig:
         )
 
     def _config(self) -> TcpSenderConfig:
-        return TcpSenderConfig(fence_timeout_s=FENCE_S)
+        return TcpSenderConfig(fence_timeout_s=FENCE_S, num_lanes=self.num_lanes)
 
     def connect(self, sender: Sender, incarnation: Incarnation = RECEIVER_INCARNATION) -> None:
         self._introduce(sender, PREFILL, SENDER_INCARNATION, incarnation)
@@ -377,6 +387,8 @@ class TcpRig:
 
 class InProcessRig:
     can_force_fence = False  # a copy in memory can only be waited for
+    num_lanes = 1
+    is_encrypted = False
 
     def __init__(self) -> None:
         self.network = InProcessNetwork(threaded=True)
