@@ -28,9 +28,13 @@ from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory, SealedBytesMemory
 from disagg.transport.api import Sender, TransportEvent, Write, WriteFinished
+from disagg.transport.capability import pairing_token
 from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
 from disagg.transport.shared_memory_sender import SharedMemorySender
 from disagg.transport.sharing import SharingDomain, draw_domain, take_domain
+from disagg.testing.memory import BytesMemory
+from disagg.transport.api import TransportEvent, Write, WriteFinished
+from disagg.transport.capability import pairing_token
 from disagg.transport.tcp_link import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
@@ -42,6 +46,7 @@ SEED = 7
 PEER = WorkerId("decode")
 ME = WorkerId("prefill")
 INCARNATION = Incarnation(1)
+SECRET = b"benchmark"
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -115,7 +120,9 @@ def serve() -> None:
     domain = take_domain()
     assert domain is not None
     neighbour = SharedMemoryReceiver(memory, INCARNATION, lambda event: None, domain)
-    receivers = [TcpReceiver(memory, INCARNATION, lambda event: None, checksums=on) for on in (True, False)]
+    receivers = [
+        TcpReceiver(memory, INCARNATION, lambda event: None, checksums=on, secret=SECRET) for on in (True, False)
+    ]
     for index, shape in enumerate(shapes()):
         for receiver in (*receivers, neighbour):
             receiver.grant(ME, key_of(index, 0), shape.destination)
@@ -213,7 +220,8 @@ def over_tcp(address: str, memory: BytesMemory, checksums: bool) -> Ours:
     events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
     sender = TcpSender(ME, Incarnation(2), memory, events.put, TcpSenderConfig(checksums=checksums))
     name = "tcp, xxh3" if checksums else "tcp, no checksum"
-    return Ours(name, sender, events, Endpoint(TransportKind.TCP, address))
+    token = pairing_token(SECRET, ME, Incarnation(2))
+    return Ours(name, sender, events, Endpoint(TransportKind.TCP, address, token))
 
 
 def over_shared_memory(address: str, memory: BytesMemory, domain: SharingDomain) -> Ours:

@@ -34,7 +34,8 @@ from tests.unit.scheduler.rigs import (
 from tests.unit.transport.rigs import EventLog, Relay
 from tests.unit.worker.rigs import DEADLINE_S, Site, gone, layout, meet, site, until
 
-from disagg.channel.channel import Channel, dial, listen, server_address
+from disagg.channel.channel import Channel, dial
+from disagg.channel.listening import listen
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, RequestId, SequenceId, StepId, WorkerId
@@ -552,7 +553,7 @@ class SilentDecode:
             pool=PoolCard("fake", "weights", "tok", Numerics.EXACT, 1000, max_context=256),
             layout=KV,
             num_blocks=NUM_BLOCKS,
-            control_address=server_address(self._server),
+            control_address=self._server.address,
             data_endpoints=(Endpoint(TransportKind.TCP, self.relay.address),),
         )
         return self.card
@@ -572,7 +573,9 @@ class SilentDecode:
         request = await channel.receive(DEADLINE_S)
         assert isinstance(request, RequestPairing)
         self._peer = request.card.worker_id
-        channel.send(AnswerPairing(self.card))
+        token = self.receiver.endpoint_for(request.card.worker_id, request.card.incarnation).token
+        endpoint = Endpoint(TransportKind.TCP, self.relay.address, token)
+        channel.send(AnswerPairing(msgspec.structs.replace(self.card, data_endpoints=(endpoint,))))
         self.channel = channel
         channel.start(beat_interval_s=0.2, on_message=self._on_message, on_lost=lambda reason: self._lost.set())
 

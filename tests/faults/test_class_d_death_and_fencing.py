@@ -39,7 +39,8 @@ from tests.faults.virtual_rigs import (
 from tests.unit.transport.rigs import PREFILL, TcpRig, open_descriptors, write_of
 from tests.unit.worker.rigs import DEADLINE_S, gone, site, until
 
-from disagg.channel.channel import Channel, listen, server_address
+from disagg.channel.channel import Channel
+from disagg.channel.listening import listen
 from disagg.core.errors import InvalidRequest
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.roles import Role
@@ -160,7 +161,7 @@ async def played_peer() -> AsyncIterator[tuple[str, "asyncio.Queue[Channel[Worke
 
     server = await listen("127.0.0.1", 0, FROM_PEER, welcome)
     try:
-        yield server_address(server), dialled
+        yield server.address, dialled
     finally:
         server.close()
         for channel in everyone:
@@ -228,7 +229,7 @@ async def test_d3_a_router_that_drops_whoever_registers_is_dialled_ever_less_oft
         await channel.close()
 
     server = await listen("127.0.0.1", 0, FROM_WORKER, drop)
-    async with live_worker("m", Role.MIXED, server_address(server)):
+    async with live_worker("m", Role.MIXED, server.address):
         await until(lambda: len(dials_s) >= 7)
     server.close()
     gaps_s = [later - sooner for sooner, later in itertools.pairwise(dials_s)]

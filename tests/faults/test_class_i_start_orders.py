@@ -30,7 +30,8 @@ from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, handoff, to_
 from tests.unit.transport.rigs import open_descriptors
 from tests.unit.worker.rigs import DEADLINE_S, until
 
-from disagg.channel.channel import Channel, listen, server_address
+from disagg.channel.channel import Channel
+from disagg.channel.listening import listen
 from disagg.core.errors import FailureKind, Unavailable
 from disagg.core.ids import Incarnation
 from disagg.core.roles import HandoffMode, Role, Task
@@ -206,7 +207,7 @@ async def test_i2_i5_a_worker_registers_when_everything_of_it_can_be_used(role: 
         seen.append(card)
 
     server = await listen("127.0.0.1", 0, FROM_WORKER, look)
-    async with live_worker("w", role, server_address(server)) as made:
+    async with live_worker("w", role, server.address) as made:
         await until(lambda: bool(seen))
         assert seen[0].data_endpoints
         assert made.engine.memory.num_bytes == seen[0].layout.arena_bytes(seen[0].num_blocks)

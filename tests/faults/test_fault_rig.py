@@ -26,7 +26,7 @@ from disagg.testing.fault_script import (
     draw_script,
 )
 from disagg.testing.faulty_link import WORKS, FaultyLink, LinkFaults, LinkKind
-from disagg.transport.wire import FrameHeader, Item, encode, encode_trailer
+from disagg.transport.wire import NO_PROOF, PROBE, FrameHeader, Item, encode, encode_trailer
 
 DEADLINE_S = 10.0
 LINKS = [("p0", ROUTER), ("d0", ROUTER), ("p0", "d0")]
@@ -233,7 +233,7 @@ async def test_a_damaged_message_differs_in_one_bit() -> None:
 
 async def test_only_the_payload_of_a_push_is_damaged_and_only_so_often() -> None:
     payload = random.Random(2).randbytes(200_000)
-    header = encode(Item.FRAME, FrameHeader(b"key", 0, b"", (Segment(0, len(payload)),), len(payload)))
+    header = encode(Item.FRAME, FrameHeader(PROBE, 0, b"", (Segment(0, len(payload)),), len(payload), NO_PROOF))
     push = header + payload + encode_trailer(7)
     async with linked(LinkKind.DATA) as (link, far):
         link.set(LinkFaults(num_corrupt_pushes=1))

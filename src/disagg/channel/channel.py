@@ -1,32 +1,35 @@
 """One control connection.
 
-  1. open: dial() or listen() gives a Channel; the first message is awaited with receive(timeout_s).
+  1. open: dial() or listening.listen() gives a Channel; the first message is awaited with receive(timeout_s).
   2. start(): from now on each message goes to on_message, in order, on the event loop's thread.
   3. beats go out every beat_interval_s; a peer silent for two of its own is lost, as is one whose stream ends.
   4. on_lost is called exactly once; no message is delivered after it.
 
 Frames are a 4-byte big-endian length, a 4-byte checksum and that many bytes of msgpack. The checksum is the CRC-32 of
 those bytes, started from the frame's number in its direction: a damaged, missing or repeated frame does not fit. A
-length above MAX_FRAME_BYTES, a wrong checksum, or bytes that are no message of the expected kind, end the connection:
-nothing is allocated for them and nobody else notices.
+length above MAX_FRAME_BYTES (less, before start()), a wrong checksum, or bytes that are no message of the expected
+kind, end the connection: nothing is allocated for them and nobody else notices.
 """
 
 import asyncio
 import contextlib
 import logging
+import ssl
 import time
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
 
+from disagg.channel.tally import Refusal, Tally
 from disagg.core.errors import PeerLost, ProtocolViolation
 from disagg.protocol.messages import Beat
 
 _log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
+MAX_FIRST_FRAME_BYTES = 256 * 1024  # of a peer that has not said yet who it is
 MAX_BUFFERED_BYTES = 64 * 1024 * 1024  # not yet taken by the kernel: the peer has stopped reading
 LENGTH_BYTES = 4
 CHECKSUM_BYTES = 4
@@ -42,12 +45,21 @@ class Channel(Generic[M]):
     """Sends any message, receives messages of the kind that `decoder` knows."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decoder: msgspec.msgpack.Decoder[M]
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        decoder: msgspec.msgpack.Decoder[M],
+        *,
+        max_first_bytes: int = MAX_FRAME_BYTES,
+        refused: Tally | None = None,
     ) -> None:
+        """max_first_bytes: of a frame that comes before start(). refused: where damage is counted."""
         self._reader = reader
         self._writer = writer
         self._decoder = decoder
         self._encoder = msgspec.msgpack.Encoder()
+        self._max_frame_bytes = max_first_bytes
+        self._refused = refused
         self._num_sent = 0  # frames
         self._num_received = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -96,6 +108,7 @@ class Channel(Generic[M]):
     ) -> None:
         """Deliver messages from now on. Both callbacks run on this event loop's thread."""
         self._on_lost = on_lost
+        self._max_frame_bytes = MAX_FRAME_BYTES
         self._last_heard_s = time.monotonic()
         self._tasks = [
             asyncio.create_task(self._pump(on_message)),
@@ -114,17 +127,26 @@ class Channel(Generic[M]):
             async with asyncio.timeout(flush_timeout_s):
                 await self._writer.drain()
         self._writer.close()
-        with contextlib.suppress(OSError, TimeoutError):
+        try:
             async with asyncio.timeout(flush_timeout_s):
                 await self._writer.wait_closed()
-        if not self._writer.transport.is_closing() or self._writer.transport.get_write_buffer_size():
+        except (OSError, TimeoutError):
             self._writer.transport.abort()
 
     async def _read(self) -> M:
         try:
+            return await self._read_frame()
+        except ProtocolViolation:
+            if self._refused is not None:
+                self._refused.add(Refusal.GARBAGE)
+            raise
+
+    async def _read_frame(self) -> M:
+        try:
             length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES))
-            if length > MAX_FRAME_BYTES:
-                raise ProtocolViolation(f"{self.peer_address}: frame of {length} bytes, the limit is {MAX_FRAME_BYTES}")
+            if length > self._max_frame_bytes:
+                text = f"{self.peer_address}: frame of {length} bytes, the limit is {self._max_frame_bytes}"
+                raise ProtocolViolation(text)
             checksum = int.from_bytes(await self._reader.readexactly(CHECKSUM_BYTES))
             payload = await self._reader.readexactly(length)
         except asyncio.IncompleteReadError:
@@ -191,31 +213,21 @@ def encode_frame(payload: bytes, number: int) -> bytes:
     return len(payload).to_bytes(LENGTH_BYTES) + frame_checksum(payload, number).to_bytes(CHECKSUM_BYTES) + payload
 
 
-async def dial(address: str, decoder: msgspec.msgpack.Decoder[M], *, timeout_s: float) -> Channel[M]:
-    """Connect to "host:port". Raises PeerLost."""
+async def dial(
+    address: str, decoder: msgspec.msgpack.Decoder[M], *, timeout_s: float, tls: ssl.SSLContext | None = None
+) -> Channel[M]:
+    """Connect to "host:port"; with `tls` the peer must show a certificate for that host. Raises PeerLost."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, int(port))
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=tls)
     except TimeoutError:
         raise PeerLost(f"{address} cannot be reached: no answer for {timeout_s} s") from None
-    except OSError as error:
+    except ssl.SSLCertVerificationError as error:
+        text = f"{address} is not trusted: {error.verify_message}; make the keys of both ends with one authority"
+        raise PeerLost(text) from None
+    except ssl.SSLError as error:
+        raise PeerLost(f"{address} speaks no TLS that fits: {error.reason or error}; give both ends --keys") from None
+    except (OSError, ValueError) as error:
         raise PeerLost(f"{address} cannot be reached: {error}") from None
     return Channel(reader, writer, decoder)
-
-
-async def listen(
-    host: str, port: int, decoder: msgspec.msgpack.Decoder[M], serve: Callable[[Channel[M]], Awaitable[None]]
-) -> asyncio.Server:
-    """Accept connections; `serve` owns each Channel it is given."""
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await serve(Channel(reader, writer, decoder))
-
-    return await asyncio.start_server(accept, host, port)
-
-
-def server_address(server: asyncio.Server) -> str:
-    """The "host:port" a server listens on, with the real port where 0 was asked."""
-    host, port = server.sockets[0].getsockname()[:2]
-    return f"{host}:{port}"

@@ -53,8 +53,22 @@ def find_model(name_or_path: str, report: Callable[[str], None]) -> Path:
     return path
 
 
-def drain(worker_id: str, router_address: str) -> None:
+def drain(worker_id: str, router_address: str, keys: str) -> None:
     """Ask a router to drain one of its workers. Raises ConfigurationError."""
     from disagg.cluster.drain import ask_drain
 
-    ask_drain(worker_id, router_address)
+    ask_drain(worker_id, router_address, keys)
+
+
+def make_keys(directory: Path, hosts: tuple[str, ...], days: int) -> tuple[str, ...]:
+    """What was made, line by line. Raises ConfigurationError."""
+    from disagg.cluster.authority import make_keys as make
+
+    return make(directory, hosts, days)
+
+
+def run_doctor(router_address: str, keys: str, *, as_json: bool) -> int:
+    """Blocking; the exit code."""
+    from disagg.cli.doctor import run_doctor as run
+
+    return run(router_address, keys, as_json=as_json)

@@ -1,4 +1,4 @@
-"""`disagg`: serve, worker, router, drain, profile, version.
+"""`disagg`: serve, worker, router, drain, keys, doctor, profile, version.
 
 Exit codes: 0 done, 1 failed, 2 cannot work as asked (one plain line says why), 130 cut short by a second Ctrl-C.
 """
@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 cannot work as asked (one plain line says why), 
 import contextlib
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -85,6 +86,7 @@ def serve(
     host: opt.Host = _ROUTER.host,
     port: opt.Port = _ROUTER.port,
     control_port: opt.ControlPort = 0,
+    keys: opt.Keys = "",
     max_open_requests: opt.MaxOpenRequests = _ROUTER.max_open_requests,
     max_queue_s: opt.MaxQueueS = _ROUTER.max_queue_s,
     max_body_bytes: opt.MaxBodyBytes = _MAX_BODY,
@@ -109,6 +111,9 @@ def serve(
     handoff: opt.Handoff = _WORKER.handoff,
     min_push_bytes: opt.MinPushBytes = _MIN_PUSH,
     transport: opt.TransportOption = _WORKER.transport,
+    data_connections: opt.DataConnections = _WORKER.data_connections,
+    probe_s: opt.ProbeS = _WORKER.probe_s,
+    link_gbits: opt.LinkGbits = _WORKER.link_gbits,
     lease_s: opt.LeaseS = _WORKER.lease_s,
     progress_timeout_s: opt.ProgressTimeoutS = _WORKER.progress_timeout_s,
     drain_timeout_s: opt.DrainTimeoutS = _WORKER.drain_timeout_s,
@@ -136,6 +141,7 @@ def serve(
         host=host,
         port=port,
         control_port=control_port,
+        keys=keys,
         local_prefill_tokens=local_prefill_tokens,
         max_open_requests=max_open_requests,
         max_queue_s=max_queue_s,
@@ -157,6 +163,7 @@ def serve(
         role=Role.MIXED,
         worker_id="-",
         router_address="",
+        keys=keys,
         device=device,
         num_threads=num_threads,
         block_size=block_size,
@@ -170,6 +177,9 @@ def serve(
         handoff=handoff,
         min_push_bytes=parse_bytes(min_push_bytes),
         transport=transport,
+        data_connections=data_connections,
+        probe_s=probe_s,
+        link_gbits=link_gbits,
         lease_s=lease_s,
         progress_timeout_s=progress_timeout_s,
         drain_timeout_s=drain_timeout_s,
@@ -195,12 +205,11 @@ def worker(
     worker_id: Annotated[
         str, typer.Option(help="Its name, unique at its router. Default: made here.", rich_help_panel=opt.POOLS)
     ] = "",
-    router_address: Annotated[
-        str, typer.Option(help="host:port of the router's control port.", rich_help_panel=opt.NETWORK)
-    ] = _WORKER.router_address,
+    router_address: opt.RouterAddress = _WORKER.router_address,
     host: Annotated[
         str, typer.Option(help="Address where peers reach this worker.", rich_help_panel=opt.NETWORK)
     ] = _WORKER.host,
+    keys: opt.Keys = "",
     device: opt.Device = _WORKER.device,
     cores: opt.Cores = "",
     num_threads: opt.NumThreads = _WORKER.num_threads,
@@ -220,6 +229,9 @@ def worker(
     handoff: opt.Handoff = _WORKER.handoff,
     min_push_bytes: opt.MinPushBytes = _MIN_PUSH,
     transport: opt.TransportOption = _WORKER.transport,
+    data_connections: opt.DataConnections = _WORKER.data_connections,
+    probe_s: opt.ProbeS = _WORKER.probe_s,
+    link_gbits: opt.LinkGbits = _WORKER.link_gbits,
     lease_s: opt.LeaseS = _WORKER.lease_s,
     progress_timeout_s: opt.ProgressTimeoutS = _WORKER.progress_timeout_s,
     drain_timeout_s: opt.DrainTimeoutS = _WORKER.drain_timeout_s,
@@ -233,6 +245,7 @@ def worker(
         worker_id=worker_id or f"{role.value}-{os.uname().nodename}-{os.getpid()}",
         router_address=parse_address(router_address),
         host=host,
+        keys=keys,
         device=device,
         cores=parse_cores(cores),
         num_threads=num_threads,
@@ -247,6 +260,9 @@ def worker(
         handoff=handoff,
         min_push_bytes=parse_bytes(min_push_bytes),
         transport=transport,
+        data_connections=data_connections,
+        probe_s=probe_s,
+        link_gbits=link_gbits,
         lease_s=lease_s,
         progress_timeout_s=progress_timeout_s,
         drain_timeout_s=drain_timeout_s,
@@ -269,6 +285,7 @@ def router(
     port: opt.Port = _ROUTER.port,
     control_host: opt.ControlHost = _ROUTER.control_host,
     control_port: opt.ControlPort = _ROUTER.control_port,
+    keys: opt.Keys = "",
     max_open_requests: opt.MaxOpenRequests = _ROUTER.max_open_requests,
     max_queue_s: opt.MaxQueueS = _ROUTER.max_queue_s,
     max_body_bytes: opt.MaxBodyBytes = _MAX_BODY,
@@ -292,6 +309,7 @@ def router(
         port=port,
         control_host=control_host,
         control_port=control_port,
+        keys=keys,
         local_prefill_tokens=local_prefill_tokens,
         max_open_requests=max_open_requests,
         max_queue_s=max_queue_s,
@@ -313,16 +331,38 @@ def router(
 @app.command()
 def drain(
     worker_id: Annotated[str, typer.Argument(help="The worker's name, as in the live lines.")],
-    router_address: Annotated[
-        str, typer.Option(help="host:port of the router's control port.", rich_help_panel=opt.NETWORK)
-    ] = _WORKER.router_address,
+    router_address: opt.RouterAddress = _WORKER.router_address,
+    keys: opt.Keys = "",
 ) -> None:
     """Let one worker finish or give away its work, and end. Returns at once; nothing is lost."""
-    launch.drain(worker_id, parse_address(router_address))
+    launch.drain(worker_id, parse_address(router_address), keys)
     _say(f"{worker_id} drains and then ends")
 
 
 app.command()(profile)
+
+
+@app.command()
+def keys(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the authority and the keys go.")],
+    host: Annotated[list[str] | None, typer.Option(help="Name or IP address of a machine; may be given again.")] = None,
+    days: Annotated[int, typer.Option(help="Until the certificates expire.")] = 365,
+) -> None:
+    """Make an authority and, for each machine, keys that let its workers and router trust each other."""
+    for line in launch.make_keys(directory, tuple(host or ("localhost",)), days):
+        _say(line)
+
+
+@app.command()
+def doctor(
+    router_address: Annotated[
+        str, typer.Option("--router-address", "--router", help="host:port of the router's control port.")
+    ] = _WORKER.router_address,
+    keys: opt.Keys = "",
+    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Measure every link of a running cluster, look at every machine's limits, and say what to fix."""
+    raise SystemExit(launch.run_doctor(parse_address(router_address), keys, as_json=json))
 
 
 @app.command()

@@ -162,3 +162,22 @@ DrainTimeoutS = Annotated[
 BeatIntervalS = Annotated[
     float, typer.Option(help="Seconds between two heartbeats; a peer silent for two is lost.", rich_help_panel=LIFE)
 ]
+
+Keys = Annotated[
+    str,
+    typer.Option(
+        "--keys", help="Directory made by `disagg keys`: talk to each other under mutual TLS.", rich_help_panel=NETWORK
+    ),
+]
+DataConnections = Annotated[
+    int, typer.Option(help="TCP connections from a worker to each peer.", rich_help_panel=HANDOFF)
+]
+ProbeS = Annotated[
+    float,
+    typer.Option(help="Seconds spent on measuring each link when two workers meet; 0: none.", rich_help_panel=HANDOFF),
+]
+LinkGbits = Annotated[
+    float,
+    typer.Option(help="What a link should give, Gbit/s; 0: what the network card says.", rich_help_panel=HANDOFF),
+]
+RouterAddress = Annotated[str, typer.Option(help="host:port of the router's control port.", rich_help_panel=NETWORK)]

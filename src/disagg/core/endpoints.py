@@ -1,6 +1,7 @@
 """Where and how a worker's arena can be written to."""
 
 import enum
+import ipaddress
 
 import msgspec
 
@@ -25,6 +26,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
 
     kind: TransportKind
     address: str  # "host:port" for tcp, "domain/name" for shared_memory, a name for in_process
+    token: bytes = b""  # proves the pairing of one peer; only that peer is told
 
     @property
     def domain(self) -> str:
@@ -34,3 +36,19 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     def is_same_way(self, other: "Endpoint") -> bool:
         """Whether whoever offers the other can use this one."""
         return (self.kind, self.domain) == (other.kind, other.domain)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach a socket bound to this host."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether it stands for every address of this machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return not host

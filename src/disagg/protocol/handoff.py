@@ -16,6 +16,7 @@ Destination (whoever will use it):
 """
 
 import enum
+import hashlib
 
 import msgspec
 
@@ -98,14 +99,32 @@ DESTINATION_TABLE: TransitionTable[DestinationState, DestinationTrigger] = Trans
 )
 
 
+CAPABILITY_BYTES = 32
+
+
 class GrantKey(msgspec.Struct, frozen=True, array_like=True):
-    """Names one reservation for the transport; differs between incarnations and attempts."""
+    """Permits one peer to write into one reservation; differs between incarnations and attempts.
+
+    The ids say what the key is for; `capability` makes it unforgeable. Whoever knows the key may write: it travels over
+    the control connection only, and the transport proves it without showing it.
+    """
 
     handoff_id: HandoffId
     fence: Fence
+    capability: bytes = b""
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
+
+
+def make_grant_key(seed: bytes, handoff_id: HandoffId, fence: Fence) -> bytes:
+    """The encoded key of a reservation. `seed` is the destination's secret of at most 64 bytes, drawn at its start:
+
+    without it the capability cannot be guessed, whatever other capabilities are known.
+    """
+    named = GrantKey(handoff_id, fence).encode()
+    capability = hashlib.blake2b(named, key=seed, digest_size=CAPABILITY_BYTES).digest()
+    return GrantKey(handoff_id, fence, capability).encode()
 
 
 _KEY_DECODER = msgspec.msgpack.Decoder(GrantKey)

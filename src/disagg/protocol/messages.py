@@ -2,7 +2,8 @@
 
     worker -> router   RegisterWorker, ReportPairing, EmitTokens, ReportFailure, ReportState
     router -> worker   AnswerRegistration, AnnouncePeers, StartSequence, AbortSequence, DrainWorker
-    operator -> router RequestDrain, answered by AnswerDrain
+    operator -> router RequestDrain, RequestCluster, answered by AnswerDrain, AnswerCluster
+    operator -> worker RequestExamination, answered by AnswerExamination
     worker -> worker   RequestPairing, AnswerPairing, RequestReservation, AnswerReservation,
                        FinishPrefill, TakeHandoff, CancelHandoff, RenewLeases
     any direction      Beat
@@ -148,6 +149,10 @@ class RequestDrain(msgspec.Struct, frozen=True, array_like=True, tag="request_dr
     worker_id: WorkerId
 
 
+class RequestCluster(msgspec.Struct, frozen=True, array_like=True, tag="request_cluster"):
+    """First and only message of an operator's connection to the control port: who is here?"""
+
+
 # --- router -> worker -------------------------------------------------------------------------------------------
 
 
@@ -162,6 +167,16 @@ class AnswerDrain(msgspec.Struct, frozen=True, array_like=True, tag="answer_drai
     """failure is None when the worker has been told."""
 
     failure: Failure | None = None
+
+
+class AnswerCluster(msgspec.Struct, frozen=True, array_like=True, tag="answer_cluster"):
+    """Every registered worker; the version of this release."""
+
+    version: str
+    cards: tuple[WorkerCard, ...]
+    is_encrypted: bool = False  # workers are met under mutual TLS
+    protocol_min: int = PROTOCOL_MIN
+    protocol_max: int = PROTOCOL_MAX
 
 
 class AnnouncePeers(msgspec.Struct, frozen=True, array_like=True, tag="announce_peers"):
@@ -266,6 +281,45 @@ class RenewLeases(msgspec.Struct, frozen=True, array_like=True, tag="renew_lease
     lease_s: float
 
 
+# --- operator -> worker -----------------------------------------------------------------------------------------
+
+
+class RequestExamination(msgspec.Struct, frozen=True, array_like=True, tag="request_examination"):
+    """First and only message of an operator's connection to a worker: how do you stand? Links are measured anew."""
+
+
+class LinkReport(msgspec.Struct, frozen=True, array_like=True):
+    """From this worker to one peer. Rates are 0 where nothing was measured."""
+
+    peer: WorkerId
+    transport: str = ""  # "": not paired
+    is_encrypted: bool = False
+    bytes_per_s: float = 0.0
+    latency_s: float = 0.0  # there and back
+    expected_bytes_per_s: float = 0.0  # 0: unknown
+    failure: Failure | None = None  # why they are not paired, or could not be measured
+
+
+class HostLimits(msgspec.Struct, frozen=True, array_like=True):
+    """What the machine allows this process."""
+
+    max_open_files: int  # -1: no limit
+    max_locked_bytes: int  # -1: no limit
+    shared_memory_bytes: int  # free in /dev/shm; 0: there is none
+    num_cores: int
+
+
+class AnswerExamination(msgspec.Struct, frozen=True, array_like=True, tag="answer_examination"):
+    """What an operator wants to know. clock_s is shown to people and compared by nobody else."""
+
+    card: WorkerCard
+    version: str
+    limits: HostLimits
+    clock_s: float  # seconds since 1970, by this machine
+    is_encrypted: bool
+    links: tuple[LinkReport, ...]
+
+
 # --- any direction ----------------------------------------------------------------------------------------------
 
 
@@ -276,8 +330,19 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     interval_s: float
 
 
-WorkerToRouter = RegisterWorker | ReportPairing | EmitTokens | ReportFailure | ReportState | RequestDrain | Beat
-RouterToWorker = AnswerRegistration | AnswerDrain | AnnouncePeers | StartSequence | AbortSequence | DrainWorker | Beat
+WorkerToRouter = (
+    RegisterWorker | ReportPairing | EmitTokens | ReportFailure | ReportState | RequestDrain | RequestCluster | Beat
+)
+RouterToWorker = (
+    AnswerRegistration
+    | AnswerDrain
+    | AnswerCluster
+    | AnnouncePeers
+    | StartSequence
+    | AbortSequence
+    | DrainWorker
+    | Beat
+)
 WorkerToWorker = (
     RequestPairing
     | AnswerPairing
@@ -287,6 +352,8 @@ WorkerToWorker = (
     | TakeHandoff
     | CancelHandoff
     | RenewLeases
+    | RequestExamination
+    | AnswerExamination
     | Beat
 )
 Message = WorkerToRouter | RouterToWorker | WorkerToWorker

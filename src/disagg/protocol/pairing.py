@@ -11,6 +11,12 @@ from disagg.protocol.messages import WorkerCard
 # Pairs of roles between which prompts are handed off, prefill side first.
 HANDOFF_ROLES: frozenset[tuple[Role, Role]] = frozenset({(Role.PREFILL, Role.DECODE)})
 
+# Bounds of what is kept of a card: its sender may be anything.
+MAX_TEXT_CHARS = 1024
+MAX_ENDPOINTS = 64
+MAX_TOKEN_BYTES = 256
+MAX_COUNT = 2**40
+
 # What must be equal, by the words of an error message.
 _EQUAL: tuple[tuple[str, Callable[[WorkerCard], object]], ...] = (
     ("model digest", lambda card: card.pool.model_digest),
@@ -24,7 +30,9 @@ _EQUAL: tuple[tuple[str, Callable[[WorkerCard], object]], ...] = (
     ("head dim", lambda card: card.layout.head_dim),
     ("KV order", lambda card: card.layout.order),
 )
-_ADVICE = {"arithmetic": "; --kernels portable gives CPUs with AMX and without the same, --numerics bounded allows both"}
+_ADVICE = {
+    "arithmetic": "; --kernels portable gives CPUs with AMX and without the same, --numerics bounded allows both"
+}
 
 
 def card_flaw(card: WorkerCard) -> str:
@@ -33,6 +41,14 @@ def card_flaw(card: WorkerCard) -> str:
     counts = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, card.num_blocks)
     if min(counts) < 1 or card.pool.max_context < 1 or card.pool.vocab_size < 1:
         return f"a size below 1 in {layout}, {card.num_blocks} blocks, {card.pool}"
+    texts = (card.worker_id, card.pool.model, card.pool.model_digest, card.pool.tokenizer_digest, card.control_address)
+    longest = max(len(text) for text in (*texts, card.pool.arithmetic, *(end.address for end in card.data_endpoints)))
+    if longest > MAX_TEXT_CHARS or len(card.data_endpoints) > MAX_ENDPOINTS:
+        return f"a text of {longest} characters or {len(card.data_endpoints)} endpoints: more than any worker says"
+    if any(len(end.token) > MAX_TOKEN_BYTES for end in card.data_endpoints):
+        return f"a token of more than {MAX_TOKEN_BYTES} bytes"
+    if max(counts) > MAX_COUNT or card.protocol_min > card.protocol_max:
+        return f"a size above {MAX_COUNT} in {layout}, or a protocol range of {card.protocol_min}..{card.protocol_max}"
     if layout.dtype not in DTYPE_BYTES:
         return f"KV dtype {layout.dtype!r} is not one of {', '.join(DTYPE_BYTES)}"
     return ""
@@ -69,9 +85,7 @@ def is_handoff_pair(source: WorkerCard, destination: WorkerCard) -> bool:
     return (source.role, destination.role) in HANDOFF_ROLES and source.pool.model == destination.pool.model
 
 
-def _refused(
-    one: WorkerCard, other: WorkerCard, what: str, mine: object, theirs: object, advice: str = ""
-) -> Failure:
+def _refused(one: WorkerCard, other: WorkerCard, what: str, mine: object, theirs: object, advice: str = "") -> Failure:
     return Failure(
         FailureKind.INVALID_REQUEST,
         f"{one.worker_id} and {other.worker_id} cannot be paired: {what} {mine} is not {theirs}{advice}",

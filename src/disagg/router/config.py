@@ -3,6 +3,7 @@
 import msgspec
 
 from disagg.channel.channel import DEFAULT_BEAT_INTERVAL_S
+from disagg.channel.keys import check_exposure
 from disagg.core.errors import ConfigurationError
 from disagg.policy.recovery import RecoveryLimits
 
@@ -31,6 +32,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     tls_cert: str = ""  # PEM files; both or none
     tls_key: str = ""
     cors_origins: tuple[str, ...] = ()  # whose pages may ask from a browser; "*": all
+    keys: str = ""  # directory made by `disagg keys`: workers are met under mutual TLS; "": loopback only
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -41,6 +43,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
         for field, port in (("port", self.port), ("control_port", self.control_port)):
             if not 0 <= port <= 65535:
                 raise ConfigurationError(f"{field} is {port}: it must be 0 (any free one) to 65535")
+        check_exposure("--control-host", self.control_host, self.keys)
         if self.port == self.control_port and self.port and self.host == self.control_host:
             raise ConfigurationError(f"port and control_port are both {self.port}: choose two different ones")
         limits = (

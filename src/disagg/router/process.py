@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from starlette.types import ASGIApp
 
+from disagg.channel.keys import load_keys
 from disagg.channel.lifeline import watch_parent
 from disagg.core.errors import ConfigurationError
 from disagg.core.ids import MAX_INCARNATION, Incarnation
@@ -57,7 +58,7 @@ async def _serve(config: RouterConfig, texts: dict[str, ModelText], access: Acce
             recovery=RecoveryLimits(max_queue_s=config.max_queue_s),
         )
     )
-    service = LiveService(dispatcher, beat_interval_s=config.beat_interval_s)
+    service = LiveService(dispatcher, beat_interval_s=config.beat_interval_s, keys=load_keys(config.keys))
     http = listen(config.host, config.port)
     try:
         control = await service.listen(config.control_host, config.control_port)

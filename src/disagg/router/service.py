@@ -13,7 +13,10 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
-from disagg.channel.channel import Channel, listen, server_address
+from disagg import __version__
+from disagg.channel.channel import Channel
+from disagg.channel.keys import Keys
+from disagg.channel.listening import Listener, listen
 from disagg.core.errors import Failure, FailureKind, PeerFault, ProtocolViolation, Unavailable
 from disagg.core.ids import RequestId, WorkerId
 from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
@@ -39,14 +42,17 @@ from disagg.dispatch.stream import (
 )
 from disagg.policy.routing import Path
 from disagg.protocol.messages import (
+    AnswerCluster,
     AnswerDrain,
     RegisterWorker,
+    RequestCluster,
     RequestDrain,
     WorkerCard,
     WorkerState,
     WorkerToRouter,
 )
 from disagg.router.metrics import RouterMetrics
+from disagg.telemetry.metrics import CONTROL_REFUSED
 
 _log = logging.getLogger(__name__)
 
@@ -140,14 +146,15 @@ class LiveStream:
 class LiveService:
     """Everything behind the HTTP front. All methods are called on the event loop's thread."""
 
-    def __init__(self, dispatcher: Dispatcher, *, beat_interval_s: float) -> None:
+    def __init__(self, dispatcher: Dispatcher, *, beat_interval_s: float, keys: Keys | None = None) -> None:
         self._dispatcher = dispatcher
         self._metrics = RouterMetrics(dispatcher)
         self._beat_interval_s = beat_interval_s
+        self._keys = keys
         self._channels: dict[WorkerId, Channel[WorkerToRouter]] = {}
         self._registering: dict[WorkerId, Channel[WorkerToRouter]] = {}
         self._streams: dict[RequestId, LiveStream] = {}
-        self._server: asyncio.Server | None = None
+        self._server: Listener | None = None
         self._started_s = time.monotonic()
         self._closing: set[asyncio.Task[None]] = set()
         self._perform: dict[type, Callable[..., None]] = {
@@ -160,14 +167,19 @@ class LiveService:
 
     async def listen(self, host: str, port: int) -> str:
         """Accept workers; gives "host:port". Raises OSError when the address cannot be bound."""
-        self._server = await listen(host, port, _FROM_WORKER, self._welcome)
+        self._server = await listen(
+            host, port, _FROM_WORKER, self._welcome, tls=self._keys.accepting if self._keys else None
+        )
         self._ticking = asyncio.create_task(self._tick())
-        return server_address(self._server)
+        return self._server.address
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self._handle(TimePassed())
+            if self._server is not None:
+                for reason, count in self._server.refused.take().items():
+                    self._dispatcher.counters.add(CONTROL_REFUSED, count, label=reason.value)
 
     async def close(self) -> None:
         """Fail every open request, then let the workers go."""
@@ -237,7 +249,7 @@ class LiveService:
     async def _welcome(self, channel: Channel[WorkerToRouter]) -> None:
         try:
             message = await channel.receive(HANDSHAKE_TIMEOUT_S)
-            if not isinstance(message, RegisterWorker | RequestDrain):
+            if not isinstance(message, RegisterWorker | RequestDrain | RequestCluster):
                 raise ProtocolViolation(f"{type(message).__name__} before registration")
         except PeerFault as error:
             _log.info("connection from %s refused: %s", channel.peer_address, error)
@@ -245,6 +257,11 @@ class LiveService:
             return
         if isinstance(message, RequestDrain):
             channel.send(self._drain(message.worker_id))
+            await channel.close()
+            return
+        if isinstance(message, RequestCluster):
+            cards = tuple(record.card for record in self._dispatcher.registry.records())
+            channel.send(AnswerCluster(__version__, cards, is_encrypted=self._keys is not None))
             await channel.close()
             return
         card = message.card

@@ -28,4 +28,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     answer_headroom: int = 64  # answer tokens that need room at admission; more is taken as the answer grows
     retry_s: float = 0.005  # before a refused reservation is asked again
     starvation_s: float = 2.0  # a sequence refused room this long is not overtaken by any that came later
+    grant_seed: bytes = b""  # secret of this incarnation behind its grants' capabilities; virtual worlds need none
     reserve_ahead: int = 2  # step budgets of prompt work that may hold reservations at once

@@ -5,7 +5,7 @@ from disagg.core.request import EmittedToken
 from disagg.core.spans import Span
 from disagg.kvcache.kv_cache import Allocation
 from disagg.kvcache.span_ledger import SpanLedger
-from disagg.protocol.handoff import DESTINATION_TABLE, DestinationState, DestinationTrigger, GrantKey
+from disagg.protocol.handoff import DESTINATION_TABLE, DestinationState, DestinationTrigger
 from disagg.protocol.messages import AnswerReservation, FinishPrefill
 from disagg.protocol.table import Machine
 
@@ -13,11 +13,11 @@ from disagg.protocol.table import Machine
 class HandoffDestination:
     """Lives from the router's command until its blocks are in use here or given up and fenced."""
 
-    def __init__(self, handoff_id: HandoffId, peer: WorkerId, fence: Fence) -> None:
+    def __init__(self, handoff_id: HandoffId, peer: WorkerId, fence: Fence, grant_key: bytes) -> None:
         self.handoff_id = handoff_id
         self.peer = peer
         self.fence = fence
-        self.grant_key = GrantKey(handoff_id, fence).encode()
+        self.grant_key = grant_key
         self.machine = Machine(DESTINATION_TABLE, str(handoff_id))
         self.lease_until_s = float("inf")
         self.allocation: Allocation | None = None

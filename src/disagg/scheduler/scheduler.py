@@ -18,6 +18,7 @@ from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import Fence, HandoffId
 from disagg.core.roles import ROLE_TASKS, Task
 from disagg.kvcache.block_pool import BlockState
+from disagg.protocol.handoff import make_grant_key
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
 from disagg.protocol.messages import AbortSequence, CounterValue, DrainWorker, ReportFailure, StartSequence, WorkerState
 from disagg.scheduler.actions import Action, SendToRouter
@@ -200,7 +201,8 @@ class Scheduler:
                 sequence.source = HandoffSource(attempt_id, message.peer, fence, self.config.layout)
             else:
                 fence = Fence(theirs, mine, message.attempt)
-                sequence.destination = HandoffDestination(attempt_id, message.peer, fence)
+                key = make_grant_key(self.config.grant_seed, attempt_id, fence)
+                sequence.destination = HandoffDestination(attempt_id, message.peer, fence, key)
                 sequence.destination.lease_until_s = self._state.now_s + self.config.lease_s
         self._state.add(sequence)
 

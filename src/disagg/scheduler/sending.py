@@ -4,11 +4,13 @@ Reservations are try-only. Nobody waits while holding: a refused source lets go 
 and the next sequence goes.
 """
 
+import msgspec
+
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
 from disagg.core.request import EmittedToken
 from disagg.core.roles import HandoffMode, Task
-from disagg.protocol.handoff import GrantKey, SourceState, SourceTrigger
+from disagg.protocol.handoff import SourceState, SourceTrigger, decode_grant_key
 from disagg.protocol.lifecycle import SequenceTrigger
 from disagg.protocol.messages import (
     AnswerReservation,
@@ -145,7 +147,11 @@ class Sending:
 
     def _flaw(self, sequence: Sequence, source: HandoffSource, message: AnswerReservation) -> str:
         """What is wrong with a grant; "" when it can be used. Peers are other programs."""
-        if message.grant_key != GrantKey(source.handoff_id, source.fence).encode():
+        try:
+            named = decode_grant_key(message.grant_key)
+        except msgspec.DecodeError:
+            return "a key of nothing"
+        if (named.handoff_id, named.fence) != (source.handoff_id, source.fence):
             return "a key of another hand-off"
         num_tokens = len(message.blocks) * self._state.peers[source.peer].layout.block_size
         if num_tokens < sequence.num_to_read or not all(0 <= block < message.num_blocks for block in message.blocks):

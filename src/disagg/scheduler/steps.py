@@ -5,7 +5,6 @@ or an unused cached one, else the youngest stream gives up its blocks and starts
 what it has written is read again, and row independence makes that the same tokens). Prompts fill what is left.
 """
 
-
 import msgspec
 
 from disagg.core.ids import StepId

@@ -44,6 +44,8 @@ MESSAGES_IGNORED = Metric("disagg_messages_ignored_total", _C, "Late, repeated o
 PREEMPTIONS = Metric("disagg_preemptions_total", _C, "Streams that gave up their blocks to older ones.")
 BLOCKS_EVICTED = Metric("disagg_blocks_evicted_total", _C, "Cached blocks given up for new ones.")
 PAIRINGS_REFUSED = Metric("disagg_pairings_refused_total", _C, "Peers that cannot exchange KV with this worker.")
+DATA_REFUSED = Metric("disagg_data_refused_total", _C, "Data connections and frames turned away.", "reason")
+PEERS_REFUSED = Metric("disagg_peers_refused_total", _C, "Control connections of peers turned away.", "reason")
 
 # --- gauges of workers -------------------------------------------------------------------------------------------
 BLOCKS = Metric("disagg_blocks", _G, "KV blocks by state.", "state")
@@ -61,6 +63,7 @@ PLACEMENTS = Metric("disagg_placements_total", _C, "Sequences placed, by path an
 REJECTIONS = Metric("disagg_rejections_total", _C, "Requests turned away.", "reason")
 TTFT_SECONDS = Metric("disagg_ttft_seconds", _H, "Request received to first token sent.", "path", _SECONDS)
 ITL_SECONDS = Metric("disagg_itl_seconds", _H, "Gap between two tokens of a stream.", "path", _SECONDS)
+CONTROL_REFUSED = Metric("disagg_control_refused_total", _C, "Connections to the control port turned away.", "reason")
 PROMPT_TOKENS = Metric("disagg_prompt_tokens_total", _C, "Prompt tokens of accepted requests.")
 GENERATED_TOKENS = Metric("disagg_generated_tokens_total", _C, "Tokens delivered to clients.")
 
@@ -84,6 +87,8 @@ WORKER_METRICS: tuple[Metric, ...] = (
     PREEMPTIONS,
     BLOCKS_EVICTED,
     PAIRINGS_REFUSED,
+    DATA_REFUSED,
+    PEERS_REFUSED,
     BLOCKS,
     SEQUENCES_WAITING,
     SEQUENCES_RUNNING,
@@ -99,6 +104,7 @@ ROUTER_METRICS: tuple[Metric, ...] = (
     REJECTIONS,
     TTFT_SECONDS,
     ITL_SECONDS,
+    CONTROL_REFUSED,
     PROMPT_TOKENS,
     GENERATED_TOKENS,
 )

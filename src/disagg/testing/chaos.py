@@ -104,6 +104,7 @@ def make_plan(model: str, mix: Mix) -> LocalPlan:
         num_blocks=mix.num_blocks,
         chunk_tokens=CHUNK_TOKENS,
         beat_interval_s=BEAT_INTERVAL_S,
+        probe_s=0.0,  # what is damaged on the way is to be a push
     )
     return msgspec.structs.replace(plan_local(router, template, mix.sizes), restart=DEATHS)
 
@@ -115,6 +116,7 @@ def serve_arguments(model: str, mix: Mix) -> tuple[str, ...]:
     flags += ["--served-name", NAME, "--local-prefill-tokens", LOCAL_PREFILL_TOKENS, "--chunk-tokens", CHUNK_TOKENS]
     flags += ["--kv-memory", KV_MEMORY_BYTES, "--num-threads", 1, "--beat-interval-s", BEAT_INTERVAL_S]
     flags += ["--max-crashes", DEATHS.max_crashes, "--max-restart-delay-s", DEATHS.max_delay_s]
+    flags += ["--probe-s", 0]
     if mix.num_blocks is not None:
         flags += ["--num-blocks", mix.num_blocks]
     return (model, *(str(flag) for flag in flags))

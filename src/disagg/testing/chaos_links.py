@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.endpoints import TransportKind
 from disagg.core.errors import InternalFault
 from disagg.protocol.messages import AnnouncePeers, AnswerPairing, Message, RequestPairing, WorkerCard
 from disagg.testing.faulty_link import FaultyLink, LinkCounts, LinkFaults, LinkKind
@@ -123,7 +123,7 @@ class ClusterLinks:
         for endpoint in card.data_endpoints:
             if endpoint.kind is TransportKind.TCP:
                 pair.data.upstream = endpoint.address
-                endpoint = Endpoint(endpoint.kind, pair.data.address)
+                endpoint = msgspec.structs.replace(endpoint, address=pair.data.address)
             endpoints.append(endpoint)
         return msgspec.structs.replace(card, control_address=pair.control.address, data_endpoints=tuple(endpoints))
 

@@ -107,6 +107,9 @@ class Receiver(Protocol):
     @property
     def endpoint(self) -> Endpoint: ...
 
+    def endpoint_for(self, peer: WorkerId, incarnation: Incarnation) -> Endpoint:
+        """The endpoint as this paired peer, and nobody else, is to see it."""
+
     def grant(self, peer: WorkerId, key: bytes, segments: Sequence[Segment]) -> None:
         """Allow `peer` to write into these segments under this key."""
 

@@ -16,6 +16,7 @@ from disagg.core.errors import InternalFault
 from disagg.core.ids import WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.transport.api import GrantFenced, WriteLanded
+from disagg.transport.capability import shown
 from disagg.transport.outbox import Outbox
 from disagg.transport.segments import SegmentSet, total_bytes
 
@@ -89,7 +90,9 @@ class GrantTable:
         merged = SegmentSet(segments)
         with self._lock:
             if key in self._grants:
-                raise InternalFault(f"key {key.hex()} is granted already or not fenced yet; draw a fresh key per grant")
+                raise InternalFault(
+                    f"key {shown(key)} is granted already or not fenced yet; draw a fresh key per grant"
+                )
             self._grants[key] = _Grant(peer, merged)
 
     def enter(
@@ -110,7 +113,7 @@ class GrantTable:
             grant = self._grants.get(key)
             if grant is None or grant.is_revoked or grant.peer != peer:
                 # One answer for all three, so that a stranger cannot probe for keys.
-                return Refused(f"key {key.hex()} is not granted to {peer}; ask for a new grant")
+                return Refused(f"key {shown(key)} is not granted to {peer}; ask for a new grant")
             if number in grant.landed:
                 return AlreadyLanded()
             if not grant.landed.can_add(number):
@@ -122,7 +125,7 @@ class GrantTable:
         if outside is None:
             return visit
         self.leave(visit)
-        return Refused(f"{outside} is outside the segments granted under key {key.hex()}; write only into those")
+        return Refused(f"{outside} is outside the segments granted under key {shown(key)}; write only into those")
 
     def can_commit(self, visit: Visit) -> bool:
         """Whether the grant still stands."""
@@ -170,8 +173,8 @@ class GrantTable:
         with self._lock:
             for key, grant in self._grants.items():
                 grant.segments.check_invariants()
-                assert grant.segments.stop <= self._arena_bytes, f"grant {key.hex()} reaches past the arena"
-                assert not grant.is_revoked or grant.visits, f"grant {key.hex()} is revoked, empty and not fenced"
+                assert grant.segments.stop <= self._arena_bytes, f"grant {shown(key)} reaches past the arena"
+                assert not grant.is_revoked or grant.visits, f"grant {shown(key)} is revoked, empty and not fenced"
                 assert all(visit.key == key and visit.peer == grant.peer for visit in grant.visits)
                 assert grant.landed.floor not in grant.landed.ahead, "landed numbers are not folded"
                 assert len(grant.landed.ahead) <= MAX_LANDED_AHEAD

@@ -23,6 +23,7 @@ from disagg.transport.api import (
     WriteFinished,
     WritesStopped,
 )
+from disagg.transport.capability import shown
 from disagg.transport.deadlines import join_all
 from disagg.transport.grants import GrantTable, Refused, Visit
 from disagg.transport.outbox import Outbox
@@ -130,14 +131,14 @@ class InProcessNetwork:
             if self._is_closed:
                 sender.put(WriteFinished(write.peer, write.key, write.number, "the network is closed"))
             elif (write.peer, write.key) in self._stopping:
-                sender.put(WriteFinished(write.peer, write.key, write.number, f"key {write.key.hex()} is cancelled"))
+                sender.put(WriteFinished(write.peer, write.key, write.number, f"key {shown(write.key)} is cancelled"))
             else:
                 self._pending.append(_Parcel(sender, write))
                 self._changed.notify_all()
 
     def cancel(self, sender: "InProcessSender", peer: WorkerId, key: bytes) -> None:
         with self._changed:
-            failure = f"key {key.hex()} was cancelled"
+            failure = f"key {shown(key)} was cancelled"
             self._fail(lambda p: p.sender is sender and p.write.peer == peer and p.write.key == key, failure)
             now = self._delivering
             if now is not None and now.sender is sender and now.write.peer == peer and now.write.key == key:
@@ -197,7 +198,7 @@ class InProcessNetwork:
                 self._dropped.append(parcel)
             else:
                 if fault in (Fault.DELAY, Fault.DROP):
-                    failure = f"key {write.key.hex()} was cancelled"
+                    failure = f"key {shown(write.key)} was cancelled"
                 sender.put(WriteFinished(write.peer, write.key, write.number, lost or failure))
             for peer, key in self._stopping:
                 sender.put(WritesStopped(peer, key))
@@ -323,6 +324,9 @@ class InProcessReceiver:
     def endpoint(self) -> Endpoint:
         return Endpoint(TransportKind.IN_PROCESS, self.name)
 
+    def endpoint_for(self, peer: WorkerId, incarnation: Incarnation) -> Endpoint:
+        return self.endpoint  # nobody else can reach it
+
     def grant(self, peer: WorkerId, key: bytes, segments: Sequence[Segment]) -> None:
         """Allow `peer` to write into these segments under this key. Raises InternalFault for a key in use."""
         self._grants.grant(peer, key, segments)
@@ -359,7 +363,7 @@ class InProcessReceiver:
                 wrong = f"payload of write {write.number} arrived with another checksum; resend it"
                 return wrong
             if not self._grants.can_commit(entry):
-                return f"key {write.key.hex()} was revoked while write {write.number} was under way"
+                return f"key {shown(write.key)} was revoked while write {write.number} was under way"
             landing.commit()
             landed = True
             return None

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 from disagg.core.errors import ProtocolViolation
 from disagg.transport.api import Write
+from disagg.transport.capability import grant_name
 from disagg.transport.segments import total_bytes
 
 
@@ -28,6 +29,11 @@ class SendQueue:
     @property
     def has_inflight(self) -> bool:
         return bool(self._inflight)
+
+    @property
+    def is_only_sending(self) -> bool:
+        """Whether no write but the one being sent, if any, waits for its answer."""
+        return all(write is self.sending for write, _ in self._inflight)
 
     def put(self, write: Write) -> None:
         self._queued.setdefault(write.key, deque()).append(write)
@@ -63,15 +69,15 @@ class SendQueue:
         self._inflight_bytes -= self._inflight.pop()[1]
         self.sending = None
 
-    def next_acknowledged(self, key: bytes, number: int) -> Write:
+    def next_acknowledged(self, name: bytes, number: int) -> Write:
         """The oldest write in flight, which this answer must be for. Raises ProtocolViolation."""
         if not self._inflight:
-            raise ProtocolViolation(f"answer for write {number} of key {key.hex()}, but none is in flight")
+            raise ProtocolViolation(f"answer for write {number} of grant {name.hex()}, but none is in flight")
         write = self._inflight[0][0]
-        if (write.key, write.number) != (key, number):
-            raise ProtocolViolation(
-                f"answer for write {number} of key {key.hex()} where {write.number} of {write.key.hex()} was due"
-            )
+        due = grant_name(write.key)
+        if (due, write.number) != (name, number):
+            text = f"answer for write {number} of grant {name.hex()} where {write.number} of {due.hex()} was due"
+            raise ProtocolViolation(text)
         return write
 
     def acknowledge(self) -> None:

@@ -11,7 +11,7 @@ import xxhash
 
 from disagg.core.errors import PeerLost
 from disagg.transport.segments import advance, batches
-from disagg.transport.wire import PREFIX_BYTES, Ack, FrameHeader, Hello, Item, Prefix, Welcome, decode_prefix, encode
+from disagg.transport.wire import PREFIX_BYTES, Body, Item, Prefix, decode_prefix, encode
 
 # One system call's worth. Small enough to be still in cache when it is summed, large enough to hide the call.
 BATCH_BYTES = 512 << 10
@@ -37,11 +37,16 @@ class Stream:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        silence_ms = max(int(1000 * stall_timeout_s), 1000)  # unacknowledged: the peer's machine is gone
+        keep = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", silence_ms))
+        for option, value in keep:
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
-    def send_item(self, item: Item, body: Hello | Welcome | FrameHeader | Ack) -> None:
+    def handshake(self) -> None:
+        """Nothing to agree on without TLS."""
+
+    def send_item(self, item: Item, body: Body) -> None:
         """Send one small item. Raises PeerLost."""
         self._send_all([memoryview(encode(item, body))], 0)
 
@@ -96,9 +101,13 @@ class Stream:
             self._fill([scratch[:num_bytes]])
             num_bytes -= min(num_bytes, scratch.nbytes)
 
+    def idle_s(self) -> float:
+        """Seconds since a byte moved."""
+        return time.monotonic() - self._progress_s
+
     def is_stalled(self) -> bool:
         """Whether no byte has moved for stall_timeout_s."""
-        return time.monotonic() - self._progress_s >= self._stall_timeout_s
+        return self.idle_s() >= self._stall_timeout_s
 
     def touch(self) -> None:
         """Count stall_timeout_s from now: work begins."""

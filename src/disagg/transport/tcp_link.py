@@ -10,8 +10,9 @@ The writer thread owns the connection and is the only one that reads the arena o
 The answer thread, one per connection, reads ACKs and says why the connection was lost.
 """
 
-import socket
+import ssl
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -20,23 +21,15 @@ from disagg.core.endpoints import Endpoint
 from disagg.core.errors import InternalFault, PeerFault, PeerLost
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Memory
-from disagg.transport.api import ConnectionLost, Write, WriteFinished, WritesStopped
+from disagg.transport.api import ConnectionLost, Write, WriteFinished
+from disagg.transport.capability import frame_proof, grant_name, shown
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.outbox import Outbox
 from disagg.transport.segments import total_bytes
 from disagg.transport.send_queue import SendQueue
 from disagg.transport.stream import Stream
-from disagg.transport.wire import (
-    Ack,
-    FrameHeader,
-    Hello,
-    Item,
-    Welcome,
-    checksum_of,
-    decode_body,
-    encode,
-    encode_trailer,
-)
+from disagg.transport.tcp_dial import Introduction, introduce, open_stream
+from disagg.transport.wire import Ack, FrameHeader, Item, checksum_of, decode_body, encode, encode_trailer
 
 ANSWER_JOIN_S = 5.0  # its socket is shut before, so it returns at once
 
@@ -45,6 +38,8 @@ class TcpSenderConfig(msgspec.Struct, frozen=True):
     """Limits of a tcp sender."""
 
     max_inflight_bytes: int = 16 << 20  # un-acknowledged, per peer
+    num_lanes: int = 1  # connections per peer
+    max_idle_s: float = 60.0  # a connection silent for longer may be dead without a sign: it is made anew
     checksums: bool = True  # must be the same at the receiver
     connect_timeout_s: float = 3.0
     fence_timeout_s: float = 2.0  # a cancelled key's frame that takes longer has its connection shut
@@ -55,32 +50,42 @@ class TcpSenderConfig(msgspec.Struct, frozen=True):
 class _Connection:
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
+        self.nonce = b""  # once welcomed
         self.lost: str | None = None
         self.answers: threading.Thread | None = None
+        self.idle_s = 0.0  # before the write that is being sent
 
 
 class PeerLink:
-    """The writing side towards one peer and incarnation."""
+    """The writing side of one lane towards one peer and incarnation."""
 
     def __init__(
         self,
-        hello: Hello,
+        who: Introduction,
         peer: WorkerId,
         endpoint: Endpoint,
         memory: Memory,
         config: TcpSenderConfig,
         outbox: Outbox,
         watch: DeadlineWatch,
+        *,
+        stopped: Callable[[bytes], None],
+        lane: int = 0,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        """`stopped` is told of each cancelled key, under this link's lock, once nothing is read for it any more."""
         self.peer = peer
         self.endpoint = endpoint
-        self._hello = hello
+        self.who = who
+        self._lane = lane
+        self._tls = tls
+        self._stopped = stopped
         self._memory = memory
         self._config = config
         self._outbox = outbox
         self._watch = watch
         self._changed = threading.Condition()
-        self._queue = SendQueue(config.max_inflight_bytes)
+        self._queue = SendQueue(config.max_inflight_bytes // config.num_lanes)
         self._stopping: set[bytes] = set()  # cancelled keys whose frame is being sent
         self._connection: _Connection | None = None
         self._retired: str | None = None
@@ -88,14 +93,14 @@ class PeerLink:
 
     @property
     def incarnation(self) -> Incarnation:
-        return self._hello.destination_incarnation
+        return self.who.destination_incarnation
 
     def write(self, write: Write) -> None:
         with self._changed:
             if self._retired is not None:
                 self._finish(write, self._retired)
             elif write.key in self._stopping:
-                self._finish(write, f"key {write.key.hex()} is cancelled")
+                self._finish(write, f"key {shown(write.key)} is cancelled")
             else:
                 self._queue.put(write)
                 if self.thread is None:
@@ -107,10 +112,10 @@ class PeerLink:
     def cancel(self, key: bytes) -> None:
         with self._changed:
             for write in self._queue.drop(key):
-                self._finish(write, f"key {key.hex()} was cancelled before write {write.number} was sent")
+                self._finish(write, f"key {shown(key)} was cancelled before write {write.number} was sent")
             sending = self._queue.sending
             if sending is None or sending.key != key:
-                self._outbox.put(WritesStopped(self.peer, key))
+                self._stopped(key)
             elif key not in self._stopping:
                 self._stopping.add(key)
                 self._watch.after(self._config.fence_timeout_s, partial(self._eject, sending))
@@ -157,6 +162,7 @@ class PeerLink:
                     return None
                 if (write := self._queue.try_start()) is not None:
                     if self._connection is not None:
+                        self._connection.idle_s = self._connection.stream.idle_s()
                         self._connection.stream.touch()
                     return write
                 self._changed.wait()
@@ -164,6 +170,7 @@ class PeerLink:
     def _send(self, write: Write) -> str | None:
         """Send one write. Returns why the connection must end, or None."""
         try:
+            self._drop_idle()
             connection = self._connection or self._connect()
         except (PeerFault, OSError) as error:
             return f"{self.endpoint.address} cannot be reached: {error}"
@@ -174,7 +181,7 @@ class PeerLink:
             num_bytes = total_bytes(write.source)
             if sum(view.nbytes for view in views) != num_bytes:
                 raise InternalFault(f"memory gathered other than the {num_bytes} bytes that were asked for")
-            head = encode(Item.FRAME, FrameHeader(write.key, write.number, write.tag, write.destination, num_bytes))
+            head = encode(Item.FRAME, self._header(write, num_bytes, connection.nonce))
         except Exception as error:  # the arena's fault or a header over its bound: this write fails, the link goes on
             self._abandon(write, f"write {write.number} cannot be read or framed: {error}")
             return None
@@ -193,26 +200,38 @@ class PeerLink:
         self._outbox.flush()
         return None
 
+    def _drop_idle(self) -> None:
+        """A connection that was silent for long may be dead without a sign: close it before anything depends on it."""
+        with self._changed:
+            connection = self._connection
+            if connection is None or not self._queue.is_only_sending or connection.idle_s <= self._config.max_idle_s:
+                return
+            self._connection = None
+        connection.stream.shut()
+        if connection.answers is not None:
+            connection.answers.join(ANSWER_JOIN_S)
+        connection.stream.close()
+
+    def _header(self, write: Write, num_bytes: int, nonce: bytes) -> FrameHeader:
+        proof = frame_proof(write.key, nonce, write.number)
+        return FrameHeader(grant_name(write.key), write.number, write.tag, write.destination, num_bytes, proof)
+
     def _connect(self) -> _Connection:
         """Open a connection and be welcomed. Raises PeerFault, OSError."""
-        host, _, port = self.endpoint.address.rpartition(":")
-        sock = socket.create_connection((host.strip("[]"), int(port)), self._config.connect_timeout_s)
-        try:
-            connection = _Connection(Stream(sock, self._config.stall_timeout_s))
-        except OSError:  # reset already
-            sock.close()
-            raise
+        config = self._config
+        stream = open_stream(
+            self.endpoint,
+            connect_timeout_s=config.connect_timeout_s,
+            stall_timeout_s=config.stall_timeout_s,
+            tls=self._tls,
+        )
+        connection = _Connection(stream)
         with self._changed:
             self._connection = connection
             if self._retired is not None:
                 raise PeerLost(self._retired)
-        self._watch.after(self._config.connect_timeout_s, partial(self._give_up, connection))
-        stream = connection.stream
-        stream.send_item(Item.HELLO, self._hello)
-        prefix = stream.receive_prefix(Item.WELCOME)
-        welcome = decode_body(stream.receive_bytes(prefix.num_bytes), prefix, Welcome)
-        if welcome.refusal is not None:
-            raise PeerLost(f"it refuses: {welcome.refusal}")
+        self._watch.after(config.connect_timeout_s, partial(self._give_up, connection))
+        connection.nonce = introduce(stream, self.who, self.endpoint.token, self._lane)
         answers = threading.Thread(
             target=self._read_answers, args=(connection,), name=f"disagg-tcp-answers-{self.peer}", daemon=True
         )
@@ -224,7 +243,7 @@ class PeerLink:
         with self._changed:
             if self._retired is None and write.key not in self._stopping:
                 return False
-        cancelled = f"key {write.key.hex()} was cancelled before write {write.number} was sent"
+        cancelled = f"key {shown(write.key)} was cancelled before write {write.number} was sent"
         self._abandon(write, self._retired or cancelled)
         return True
 
@@ -271,7 +290,7 @@ class PeerLink:
 
     def _take_answer(self, connection: _Connection, ack: Ack) -> None:
         with self._changed:
-            write = self._queue.next_acknowledged(ack.key, ack.number)
+            write = self._queue.next_acknowledged(ack.name, ack.number)
             # An answer may overtake the writer's return from its last call; the arena is free only after that.
             while self._queue.sending is write:
                 if connection.lost is not None or not self._changed.wait(self._config.stall_timeout_s):
@@ -297,7 +316,7 @@ class PeerLink:
             connection = self._connection
             is_inside = self._queue.sending is write
         if is_inside and connection is not None:
-            self._lose(connection, f"key {write.key.hex()} was cancelled and its frame was not taken in time")
+            self._lose(connection, f"key {shown(write.key)} was cancelled and its frame was not taken in time")
 
     def _give_up(self, connection: _Connection) -> None:
         """The peer took the connection and does not answer the hello."""
@@ -311,5 +330,5 @@ class PeerLink:
 
     def _post_stopped(self) -> None:
         for key in self._stopping:
-            self._outbox.put(WritesStopped(self.peer, key))
+            self._stopped(key)
         self._stopping.clear()

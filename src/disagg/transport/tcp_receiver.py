@@ -2,8 +2,10 @@
 
 One thread accepts; one thread per connection does all of this, in order:
 
-    1. HELLO: refuse another incarnation, another version, garbage; end an older connection of the same sender
-    2. header: ask the grant table to be let in; a refused or repeated frame is drained and answered
+    1. TLS where there are keys; CHALLENGE; HELLO: refuse who was not paired, another incarnation, another version,
+       garbage; end an older connection of the same sender and lane
+    2. header: its proof must be of a grant that stands; then ask the grant table to be let in; a refused or repeated
+       frame is drained and answered
     3. payload straight into the landing's buffers, then the trailer
     4. commit when the checksum held and the grant still stands; leave the grant table (which posts the events)
     5. ACK, and back to 2
@@ -14,24 +16,41 @@ return within fence_timeout_s has its connection shut, which makes it return.
 
 import contextlib
 import logging
+import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Sequence
 from functools import partial
 
+from disagg.channel.tally import Refusal, Tally
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import InternalFault, PeerFault, ProtocolViolation
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Memory, Segment
 from disagg.transport.api import Post
+from disagg.transport.capability import (
+    NONCE_BYTES,
+    SECRET_BYTES,
+    frame_proof,
+    grant_name,
+    hello_proof,
+    is_right,
+    pairing_token,
+)
 from disagg.transport.deadlines import DeadlineWatch, join_all
-from disagg.transport.grants import GrantTable, Refused, Visit
+from disagg.transport.grants import AlreadyLanded, GrantTable, Refused, Visit
 from disagg.transport.outbox import Outbox
 from disagg.transport.stream import Stream
+from disagg.transport.tls_stream import TlsRefused, TlsStream
 from disagg.transport.wire import (
+    MAX_PROBE_BYTES,
+    PROBE,
+    PROBE_LANE,
     TRAILER_BYTES,
     Ack,
+    Challenge,
     FrameHeader,
     Hello,
     Item,
@@ -46,13 +65,23 @@ _log = logging.getLogger(__name__)
 _ACCEPT_POLL_S = 1.0  # only where shutdown() does not wake accept(); Linux wakes at once
 
 
+class _Refused(ProtocolViolation):
+    """A connection is turned away; why, for the count."""
+
+    def __init__(self, reason: Refusal, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
+
+
 class _Connection:
     """One accepted connection and its thread."""
 
     def __init__(self, stream: Stream, address: str) -> None:
         self.stream = stream
         self.address = address
-        self.sender: WorkerId | None = None  # known after the hello
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        self.sender: WorkerId | None = None  # known after the hello, as is its lane
+        self.lane = 0
         self.returned = threading.Event()  # its thread will touch neither socket nor arena any more
 
 
@@ -73,8 +102,16 @@ class TcpReceiver:
         stall_timeout_s: float = 30.0,
         close_timeout_s: float = 5.0,
         max_connections: int = 256,
+        max_strangers: int = 64,
+        secret: bytes | None = None,
+        tls: ssl.SSLContext | None = None,
+        refused: Tally | None = None,
     ) -> None:
-        """Listen on host:port (0: any free port). Raises OSError when the address cannot be bound."""
+        """Listen on host:port (0: any free port). Raises OSError when the address cannot be bound.
+
+        max_strangers: connections that have not introduced themselves yet; one more ends the oldest of them.
+        secret: behind the tokens of endpoint_for(); drawn here where none is given. tls: for the accepting end.
+        """
         self._memory = memory
         self._incarnation = incarnation
         self._checksums = checksums
@@ -83,10 +120,16 @@ class TcpReceiver:
         self._stall_timeout_s = stall_timeout_s
         self._close_timeout_s = close_timeout_s
         self._max_connections = max_connections
+        self._max_strangers = max_strangers
+        self._secret = secret or secrets.token_bytes(SECRET_BYTES)
+        self._tls = tls
+        self.refused = refused or Tally()
         self._lock = threading.Lock()
         self._connections: set[_Connection] = set()
         self._threads: list[threading.Thread] = []  # of connections; ended ones are dropped at the next accept
-        self._by_sender: dict[WorkerId, _Connection] = {}
+        self._strangers: dict[_Connection, None] = {}  # oldest first
+        self._by_sender: dict[tuple[WorkerId, int], _Connection] = {}  # and lane
+        self._keys: dict[bytes, bytes] = {}  # of standing grants, by the name that frames carry
         self._is_closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=128)
@@ -104,12 +147,21 @@ class TcpReceiver:
     def endpoint(self) -> Endpoint:
         return self._endpoint
 
+    def endpoint_for(self, peer: WorkerId, incarnation: Incarnation) -> Endpoint:
+        """With the token that lets this incarnation of this peer in."""
+        token = pairing_token(self._secret, peer, incarnation)
+        return Endpoint(self._endpoint.kind, self._endpoint.address, token)
+
     def grant(self, peer: WorkerId, key: bytes, segments: Sequence[Segment]) -> None:
         """Allow `peer` to write into these segments under this key. Raises InternalFault for a key in use."""
         self._grants.grant(peer, key, segments)
+        with self._lock:
+            self._keys[grant_name(key)] = key
 
     def revoke(self, key: bytes) -> None:
         """Withdraw a grant, now; one GrantFenced follows (at once for a key that is unknown or not in use)."""
+        with self._lock:
+            self._keys.pop(grant_name(key), None)
         for visit in self._grants.revoke(key):
             self._watch.after(self._fence_timeout_s, partial(self._grants.eject, visit))
 
@@ -136,9 +188,11 @@ class TcpReceiver:
         self._watch.check_invariants()
         with self._lock:
             assert len(self._connections) <= self._max_connections
-            for sender, connection in self._by_sender.items():
-                assert connection.sender == sender, f"{sender} is filed under another sender's connection"
+            assert len(self._strangers) <= self._max_strangers
+            for (sender, lane), connection in self._by_sender.items():
+                assert (connection.sender, connection.lane) == (sender, lane), f"{sender} has another's connection"
                 assert connection in self._connections, f"the connection of {sender} is not registered"
+            assert all(grant_name(key) == name for name, key in self._keys.items())
 
     def _accept_loop(self) -> None:
         while not self._is_closed:
@@ -156,22 +210,37 @@ class TcpReceiver:
 
     def _admit(self, sock: socket.socket, address: str) -> None:
         try:
-            connection = _Connection(Stream(sock, self._stall_timeout_s), address)
+            connection = _Connection(self._stream(sock), address)
         except OSError:  # reset before we looked at it
             sock.close()
             return
         with self._lock:
             is_full = len(self._connections) >= self._max_connections
             if not is_full and not self._is_closed:
+                if len(self._strangers) >= self._max_strangers:
+                    self._turn_away_oldest()
                 self._connections.add(connection)
+                self._strangers[connection] = None
                 name = f"disagg-tcp-receive-{address}"
                 thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
                 thread.start()
                 self._threads = [*(each for each in self._threads if each.is_alive()), thread]
                 return
         if is_full:
+            self.refused.add(Refusal.FULL)
             _log.warning("closed %s: %d connections are the limit (max_connections)", address, self._max_connections)
         connection.stream.close()
+
+    def _stream(self, sock: socket.socket) -> Stream:
+        if self._tls is None:
+            return Stream(sock, self._stall_timeout_s)
+        return TlsStream(sock, self._stall_timeout_s, self._tls)
+
+    def _turn_away_oldest(self) -> None:
+        oldest = next(iter(self._strangers))
+        del self._strangers[oldest]
+        self.refused.add(Refusal.FULL)
+        oldest.stream.shut()
 
     def _serve(self, connection: _Connection) -> None:
         try:
@@ -179,6 +248,8 @@ class TcpReceiver:
             while True:
                 self._receive_frame(connection, sender)
         except PeerFault as error:
+            if isinstance(error, ProtocolViolation):
+                self.refused.add(error.reason if isinstance(error, _Refused) else Refusal.GARBAGE)
             level = logging.WARNING if isinstance(error, ProtocolViolation) else logging.DEBUG
             _log.log(level, "connection from %s (%s) ended: %s", connection.address, connection.sender, error)
         except Exception:  # memory failed us: this connection ends, the others go on
@@ -187,12 +258,15 @@ class TcpReceiver:
             connection.stream.close()
             with self._lock:
                 self._connections.discard(connection)
-                if connection.sender is not None and self._by_sender.get(connection.sender) is connection:
-                    del self._by_sender[connection.sender]
+                self._strangers.pop(connection, None)
+                if connection.sender is not None:
+                    filed = (connection.sender, connection.lane)
+                    if self._by_sender.get(filed) is connection:
+                        del self._by_sender[filed]
             connection.returned.set()
 
     def _welcome(self, connection: _Connection) -> WorkerId:
-        """Read the hello within hello_timeout_s; answer it. Raises PeerFault when the connection must end."""
+        """Hear who it is within hello_timeout_s; answer. Raises PeerFault when the connection must end."""
         stream = connection.stream
         is_late = threading.Event()
 
@@ -203,27 +277,36 @@ class TcpReceiver:
 
         self._watch.after(self._hello_timeout_s, give_up)
         try:
+            stream.handshake()
+            stream.send_item(Item.CHALLENGE, Challenge(connection.nonce))
             prefix = stream.receive_prefix(Item.HELLO)
             hello = decode_body(stream.receive_bytes(prefix.num_bytes), prefix, Hello)
+        except TlsRefused as error:
+            raise _Refused(Refusal.NO_TLS, str(error)) from error
         except ProtocolViolation as error:
             self._refuse(connection, str(error))
             raise
         except PeerFault as error:
             if is_late.is_set():
-                raise ProtocolViolation(f"no whole hello within {self._hello_timeout_s} s") from error
+                raise _Refused(Refusal.LATE, f"no whole hello within {self._hello_timeout_s} s") from error
             raise
-        refusal = self._refusal(hello)
-        if refusal is None and not self._supersede(hello.sender, connection):
+        refusal = self._refusal(hello, connection.nonce)
+        if refusal is None and not self._supersede(hello, connection):
             refusal = f"an older connection of {hello.sender} is still landing bytes; connect again"
         if refusal is not None:
             self._refuse(connection, refusal)
-            raise ProtocolViolation(refusal)
+            raise _Refused(Refusal.NOT_PAIRED, refusal)
+        with self._lock:
+            self._strangers.pop(connection, None)
         stream.send_item(Item.WELCOME, Welcome(None))
         return hello.sender
 
-    def _refusal(self, hello: Hello) -> str | None:
+    def _refusal(self, hello: Hello, nonce: bytes) -> str | None:
         if hello.destination_incarnation != self._incarnation:
             return f"incarnation {hello.destination_incarnation:x} is not here, {self._incarnation:x} is; pair again"
+        token = pairing_token(self._secret, hello.sender, hello.sender_incarnation)
+        if not is_right(hello.proof, hello_proof(token, nonce, hello.lane)):
+            return f"no proof that {hello.sender} ({hello.sender_incarnation:x}) was paired here; pair again"
         if hello.checksums != self._checksums:
             return f"checksums are {hello.checksums} at the sender and {self._checksums} here; set both alike"
         return None
@@ -232,15 +315,15 @@ class TcpReceiver:
         with contextlib.suppress(PeerFault):  # it is closed next, whether or not it still listens
             connection.stream.send_item(Item.WELCOME, Welcome(clip(reason)))
 
-    def _supersede(self, sender: WorkerId, connection: _Connection) -> bool:
-        """Make this the sender's only connection. The old one's last bytes must not land over the new one's."""
+    def _supersede(self, hello: Hello, connection: _Connection) -> bool:
+        """Make this the only one of its lane. The old one's last bytes must not land over the new one's."""
         deadline_s = time.monotonic() + self._fence_timeout_s
         while True:
             with self._lock:
-                older = self._by_sender.get(sender)
+                older = self._by_sender.get((hello.sender, hello.lane))
                 if older is None:
-                    connection.sender = sender
-                    self._by_sender[sender] = connection
+                    connection.sender, connection.lane = hello.sender, hello.lane
+                    self._by_sender[hello.sender, hello.lane] = connection
                     return True
             older.stream.shut()
             if not older.returned.wait(max(deadline_s - time.monotonic(), 0.0)):
@@ -250,17 +333,36 @@ class TcpReceiver:
         stream = connection.stream
         prefix = stream.receive_prefix(Item.FRAME, lambda: True)  # idle connections stay open
         header = decode_body(stream.receive_bytes(prefix.num_bytes), prefix, FrameHeader)
-        entry = self._grants.enter(
-            sender, header.key, header.number, header.tag, header.destination, header.num_bytes, stream.shut
-        )
+        entry = self._enter(connection, sender, header)
         if isinstance(entry, Visit):
             failure = self._land(stream, header, prefix.checksum, entry)
         else:
             failure = entry.reason if isinstance(entry, Refused) else None
-            if header.num_bytes > self._memory.num_bytes:
-                raise ProtocolViolation(f"payload of {header.num_bytes} bytes for an arena of {self._memory.num_bytes}")
+            limit = MAX_PROBE_BYTES if header.name == PROBE else self._memory.num_bytes
+            if header.num_bytes > limit:
+                raise ProtocolViolation(f"payload of {header.num_bytes} bytes, the limit is {limit}")
             stream.drain(header.num_bytes + TRAILER_BYTES)
-        stream.send_item(Item.ACK, Ack(header.key, header.number, None if failure is None else clip(failure)))
+        stream.send_item(Item.ACK, Ack(header.name, header.number, None if failure is None else clip(failure)))
+
+    def _enter(
+        self, connection: _Connection, sender: WorkerId, header: FrameHeader
+    ) -> Visit | AlreadyLanded | Refused | None:
+        """Before a byte of the payload is taken. None: its bytes only measure, and are thrown away."""
+        if header.name == PROBE and connection.lane == PROBE_LANE:
+            return None
+        with self._lock:
+            key = self._keys.get(header.name)
+        expected = frame_proof(key or b"", connection.nonce, header.number)
+        if key is None or not is_right(header.proof, expected):
+            self.refused.add(Refusal.NO_GRANT if key is None else Refusal.FALSE_PROOF)
+            # One answer for both, so that a stranger cannot probe for grants.
+            return Refused(f"key {header.name.hex()} is not granted to {sender}; ask for a new grant")
+        entry = self._grants.enter(
+            sender, key, header.number, header.tag, header.destination, header.num_bytes, connection.stream.shut
+        )
+        if isinstance(entry, Refused):
+            self.refused.add(Refusal.NO_GRANT)
+        return entry
 
     def _land(self, stream: Stream, header: FrameHeader, head_checksum: int, visit: Visit) -> str | None:
         """Receive one granted payload. Returns why it did not land, or None."""
@@ -273,7 +375,7 @@ class TcpReceiver:
                 wrong = f"payload of write {header.number} arrived with checksum {found:08x}, not {told:08x}; resend it"
                 return wrong
             if not self._grants.can_commit(visit):
-                return f"key {header.key.hex()} was revoked while write {header.number} was under way"
+                return f"key {header.name.hex()} was revoked while write {header.number} was under way"
             landing.commit()
             landed = True
             return None

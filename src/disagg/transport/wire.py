@@ -1,9 +1,11 @@
 """What two tcp ends say to each other, and its bounds.
 
     sender                                   receiver
-    HELLO   who I am, whom I expect   ->
+                                      <-     CHALLENGE  a nonce for this connection
+    HELLO   who I am, whom I expect,  ->
+            proof of the pairing
                                       <-     WELCOME  or why not, then closed
-    FRAME   header                    ->
+    FRAME   header, proof of the grant ->
             payload, 8-byte trailer   ->
                                       <-     ACK      verified, or why not; one per frame, in order
 
@@ -22,14 +24,20 @@ import msgspec
 from disagg.core.errors import ProtocolViolation
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
+from disagg.transport.capability import NAME_BYTES, NONCE_BYTES, PROOF_BYTES
 
 MAGIC = b"DgKV"
-VERSION = 1
+VERSION = 2
 
 MAX_HELLO_BYTES = 2048
 MAX_HEADER_BYTES = 1 << 20  # about 80,000 segments
 MAX_ACK_BYTES = 4096
+MAX_CHALLENGE_BYTES = 64
 MAX_KEY_BYTES = 256
+MAX_TAG_BYTES = 4096
+MAX_LANES = 64  # connections from one sender to one receiver
+PROBE_LANE = MAX_LANES  # of a connection that only measures
+MAX_PROBE_BYTES = 16 << 20  # of one frame that measures
 MAX_WORKER_ID_CHARS = 256
 MAX_REASON_CHARS = 600
 
@@ -39,7 +47,9 @@ PREFIX_BYTES = _PREFIX.size
 TRAILER_BYTES = _TRAILER.size
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_Key = Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
+_Name = Annotated[bytes, msgspec.Meta(min_length=NAME_BYTES, max_length=NAME_BYTES)]
+_Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+_Proof = Annotated[bytes, msgspec.Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
 _Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 
 
@@ -50,6 +60,7 @@ class Item(enum.IntEnum):
     WELCOME = 2
     FRAME = 3
     ACK = 4
+    CHALLENGE = 5
 
 
 MAX_BODY_BYTES: dict[Item, int] = {
@@ -57,16 +68,25 @@ MAX_BODY_BYTES: dict[Item, int] = {
     Item.WELCOME: MAX_HELLO_BYTES,
     Item.FRAME: MAX_HEADER_BYTES,
     Item.ACK: MAX_ACK_BYTES,
+    Item.CHALLENGE: MAX_CHALLENGE_BYTES,
 }
 
 
+class Challenge(msgspec.Struct, frozen=True, array_like=True):
+    """The receiver's first word: what every proof on this connection must be made for."""
+
+    nonce: _Nonce
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """The sender's first word. `checksums` must be the same on both ends."""
+    """The sender's first word. `checksums` must be the same on both ends. A lane is one of its connections to here."""
 
     sender: Annotated[WorkerId, msgspec.Meta(max_length=MAX_WORKER_ID_CHARS)]
     sender_incarnation: Annotated[Incarnation, msgspec.Meta(ge=0, le=2**63 - 1)]
     destination_incarnation: Annotated[Incarnation, msgspec.Meta(ge=0, le=2**63 - 1)]
     checksums: bool
+    lane: Annotated[int, msgspec.Meta(ge=0, le=PROBE_LANE)]
+    proof: _Proof
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
@@ -78,23 +98,28 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True):
 class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
     """One write, without its bytes."""
 
-    key: _Key
+    name: _Name  # of the grant; PROBE for bytes that only measure
     number: _Count
-    tag: bytes
+    tag: Annotated[bytes, msgspec.Meta(max_length=MAX_TAG_BYTES)]
     destination: tuple[Segment, ...]
     num_bytes: _Count
+    proof: _Proof
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):
     """What became of one frame."""
 
-    key: _Key
+    name: _Name
     number: _Count
     failure: _Reason | None
 
 
+PROBE = bytes(NAME_BYTES)
+NO_PROOF = bytes(PROOF_BYTES)
+
+Body = Challenge | Hello | Welcome | FrameHeader | Ack
 _encoder = msgspec.msgpack.Encoder()
-_T = TypeVar("_T", Hello, Welcome, FrameHeader, Ack)
+_T = TypeVar("_T", Challenge, Hello, Welcome, FrameHeader, Ack)
 
 
 class Prefix(msgspec.Struct, frozen=True):
@@ -104,7 +129,7 @@ class Prefix(msgspec.Struct, frozen=True):
     checksum: int
 
 
-def encode(item: Item, body: Hello | Welcome | FrameHeader | Ack) -> bytes:
+def encode(item: Item, body: Body) -> bytes:
     """Prefix and body. Raises ProtocolViolation when the body is over its bound."""
     data = _encoder.encode(body)
     limit = MAX_BODY_BYTES[item]

@@ -3,10 +3,12 @@
 import msgspec
 
 from disagg.channel.channel import DEFAULT_BEAT_INTERVAL_S
-from disagg.core.endpoints import TransportChoice
+from disagg.channel.keys import check_exposure
+from disagg.core.endpoints import TransportChoice, is_wildcard
 from disagg.core.errors import ConfigurationError
 from disagg.core.formats import Kernels, KvDtype, Weights
 from disagg.core.roles import HandoffMode, Numerics, Role
+from disagg.transport.wire import MAX_LANES
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +38,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     progress_timeout_s: float = 10.0  # without a finished layer, or a turn of the loop: the process ends itself
     drain_timeout_s: float = 60.0  # for what runs, once told to end
     beat_interval_s: float = DEFAULT_BEAT_INTERVAL_S  # a peer silent for two of these is lost
+    keys: str = ""  # directory made by `disagg keys`: peers and router are met under mutual TLS; "": loopback only
+    data_connections: int = 1  # from this worker to each peer
+    probe_s: float = 0.05  # spent on measuring each link at pairing; 0: not measured
+    link_gbits: float = 0.0  # what a link should give, in Gbit/s; 0: as the network card says
     numerics: Numerics = Numerics.EXACT
     weights: Weights = Weights.FP32
     kv_dtype: KvDtype = KvDtype.FLOAT32
@@ -52,12 +58,22 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("mixed_chunk_tokens", self.mixed_chunk_tokens, 1),
             ("max_running", self.max_running, 1),
             ("min_push_bytes", self.min_push_bytes, 0),
+            ("data_connections", self.data_connections, 1),
         )
         for name, value, least in limits:
             if value is not None and value < least:
                 raise ConfigurationError(f"{name} is {value}: it must be at least {least}")
         if self.itl_target_s < 0:
             raise ConfigurationError(f"itl_target_s is {self.itl_target_s:g}: give seconds, or 0 for no target")
+        if self.data_connections > MAX_LANES:
+            raise ConfigurationError(f"data_connections is {self.data_connections}: at most {MAX_LANES}")
+        for name, number in (("probe_s", self.probe_s), ("link_gbits", self.link_gbits)):
+            if not number >= 0:
+                raise ConfigurationError(f"{name} is {number:g}: it must be at least 0")
+        if is_wildcard(self.host):
+            text = f"host {self.host} is no address that peers could dial: name the one where they reach this machine"
+            raise ConfigurationError(text)
+        check_exposure("--host", self.host, self.keys)
         for name, seconds in (("lease_s", self.lease_s), ("beat_interval_s", self.beat_interval_s)):
             if seconds <= 0:
                 raise ConfigurationError(f"{name} is {seconds:g}: it must be above 0 seconds")

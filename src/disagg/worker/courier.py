@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from disagg.channel.tally import Refusal, Tally
 from disagg.core.endpoints import TransportKind
 from disagg.core.errors import InternalFault
 from disagg.core.ids import HandoffId, WorkerId
@@ -28,15 +29,18 @@ from disagg.transport.api import (
     WriterStuck,
     WritesStopped,
 )
+from disagg.transport.tcp_probe import Measured
 
 _log = logging.getLogger(__name__)
 
 
 class Mover(NamedTuple):
-    """Both ends of one transport over this worker's arena."""
+    """Both ends of one transport over this worker's arena, and what some of them can do besides."""
 
     sender: Sender
     receiver: Receiver
+    measure: Callable[[WorkerId], Measured] | None = None  # blocking; raises PeerFault, OSError
+    refused: Tally | None = None  # what the receiver turned away
 
 
 class PushTag(msgspec.Struct, frozen=True, array_like=True):
@@ -78,6 +82,35 @@ class Courier:
         self._peers[card.worker_id] = (card, endpoint.kind)
         _log.info("KV to %s goes over %s", card.worker_id, endpoint.kind)
         self._movers[endpoint.kind].sender.connect(card.worker_id, endpoint, card.incarnation)
+
+    def card_for(self, card: WorkerCard, peer: WorkerCard) -> WorkerCard:
+        """This worker's card as one paired peer, and nobody else, is to see it."""
+        receivers = [mover.receiver for mover in self._movers.values()]
+        endpoints = tuple(each.endpoint_for(peer.worker_id, peer.incarnation) for each in receivers)
+        return msgspec.structs.replace(card, data_endpoints=endpoints)
+
+    def transport_to(self, worker_id: WorkerId) -> TransportKind | None:
+        """What bytes to this peer take; None for one that is not connected."""
+        known = self._peers.get(worker_id)
+        return known[1] if known is not None else None
+
+    def can_measure(self, worker_id: WorkerId) -> bool:
+        kind = self.transport_to(worker_id)
+        return kind is not None and self._movers[kind].measure is not None
+
+    def measure(self, worker_id: WorkerId) -> Measured | None:
+        """Blocking, from any thread. None where there is nothing to measure. Raises PeerFault, OSError."""
+        kind = self.transport_to(worker_id)
+        ask = self._movers[kind].measure if kind is not None else None
+        return ask(worker_id) if ask is not None else None
+
+    def take_refusals(self) -> dict[Refusal, int]:
+        """Data connections and frames turned away since this was last asked."""
+        taken: dict[Refusal, int] = {}
+        for mover in self._movers.values():
+            for reason, count in mover.refused.take().items() if mover.refused is not None else ():
+                taken[reason] = taken.get(reason, 0) + count
+        return taken
 
     def disconnect(self, worker_id: WorkerId) -> None:
         """Unfinished writes to this peer fail; grants to it stay until they are revoked."""

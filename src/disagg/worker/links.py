@@ -13,7 +13,11 @@ from collections.abc import Callable
 
 import msgspec
 
-from disagg.channel.channel import Channel, dial, listen, server_address
+from disagg import __version__
+from disagg.channel.channel import Channel, dial
+from disagg.channel.keys import Keys
+from disagg.channel.listening import Listener, listen
+from disagg.channel.tally import Refusal
 from disagg.core.errors import (
     ConfigurationError,
     Failure,
@@ -26,10 +30,13 @@ from disagg.core.errors import (
 from disagg.core.ids import WorkerId
 from disagg.protocol.messages import (
     AnnouncePeers,
+    AnswerExamination,
     AnswerPairing,
     AnswerRegistration,
+    LinkReport,
     RegisterWorker,
     ReportPairing,
+    RequestExamination,
     RequestPairing,
     RouterToWorker,
     WorkerCard,
@@ -38,7 +45,8 @@ from disagg.protocol.messages import (
 from disagg.protocol.pairing import pairing_failure
 from disagg.scheduler.events import PeerLost as PeerWasLost
 from disagg.scheduler.events import PeerMessageReceived, PeerPaired, RouterLost, RouterMessageReceived
-from disagg.telemetry.metrics import PAIRINGS_REFUSED
+from disagg.telemetry.metrics import DATA_REFUSED, PAIRINGS_REFUSED, PEERS_REFUSED
+from disagg.worker.examination import BYTES_PER_GBIT, expected_bytes_per_s, host_limits, slowness
 from disagg.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -69,21 +77,37 @@ class _Link:
 class PeerLinks:
     """Connections to other workers, in both directions of dialling."""
 
-    def __init__(self, worker: Worker, card: WorkerCard, beat_interval_s: float) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        card: WorkerCard,
+        beat_interval_s: float,
+        *,
+        keys: Keys | None = None,
+        link_gbits: float = 0.0,
+    ) -> None:
+        """link_gbits: what a link should give; 0: as the network card says."""
         self.card = card  # with the control address, once listening
+        self._keys = keys
+        self._link_gbits = link_gbits
+        self._expected = 0.0  # bytes/s, once the address is known
+        self._reports: dict[WorkerId, LinkReport] = {}  # of the peers in _links
         self._worker = worker
         self._beat_interval_s = beat_interval_s
-        self._server: asyncio.Server | None = None
+        self._server: Listener | None = None
         self._links: dict[WorkerId, _Link] = {}
         self._dials: dict[WorkerId, tuple[WorkerCard, asyncio.Task[None]]] = {}
         self._refusals: dict[WorkerId, ReportPairing] = {}  # of the announced incarnations
         self._closing: set[asyncio.Task[None]] = set()
+        self._measuring: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.report: Callable[[ReportPairing], None] = lambda report: None
 
     async def listen(self, host: str) -> None:
-        self._server = await listen(host, 0, _FROM_PEER, self._welcome)
-        self.card = msgspec.structs.replace(self.card, control_address=server_address(self._server))
+        tls = self._keys.accepting if self._keys else None
+        self._server = await listen(host, 0, _FROM_PEER, self._welcome, tls=tls)
+        self._expected = expected_bytes_per_s(self._server.address.rpartition(":")[0], self._link_gbits)
+        self.card = msgspec.structs.replace(self.card, control_address=self._server.address)
 
     def announce(self, cards: tuple[WorkerCard, ...]) -> None:
         """Meet these and say how it stands with each; let go of those dialled before that are not named any more."""
@@ -105,11 +129,21 @@ class PeerLinks:
             elif link is not None and link.card.incarnation == card.incarnation:
                 self.report(ReportPairing(card.worker_id, card.incarnation, None))
 
+    async def examine(self) -> tuple[LinkReport, ...]:
+        """Every link measured anew, and why others are not there."""
+        await asyncio.gather(*(self._measure(link) for link in list(self._links.values())))
+        refused = tuple(LinkReport(report.peer, failure=report.failure) for report in self._refusals.values())
+        return (*self._reports.values(), *refused)
+
+    def take_refusals(self) -> dict[Refusal, int]:
+        """Control connections turned away since this was last asked."""
+        return self._server.refused.take() if self._server is not None else {}
+
     async def close(self) -> None:
         self._is_closed = True
         if self._server is not None:
             self._server.close()
-        for _, task in self._dials.values():
+        for task in (*(task for _, task in self._dials.values()), *self._measuring):
             task.cancel()
         for link in list(self._links.values()):
             self._let_go(link, "this worker ends")
@@ -145,9 +179,10 @@ class PeerLinks:
 
     async def _pair(self, card: WorkerCard) -> asyncio.Future[str]:
         """Raises PeerFault, or ConfigurationError when the peer refuses. The future is set when the peer is lost."""
-        channel = await dial(card.control_address, _FROM_PEER, timeout_s=HANDSHAKE_TIMEOUT_S)
+        tls = self._keys.dialling if self._keys else None
+        channel = await dial(card.control_address, _FROM_PEER, timeout_s=HANDSHAKE_TIMEOUT_S, tls=tls)
         try:
-            channel.send(RequestPairing(self.card))
+            channel.send(RequestPairing(self._worker.courier.card_for(self.card, card)))
             answer = await channel.receive(HANDSHAKE_TIMEOUT_S)
             if not isinstance(answer, AnswerPairing):
                 raise ProtocolViolation(f"{card.worker_id} answered pairing with {type(answer).__name__}")
@@ -166,6 +201,9 @@ class PeerLinks:
         """A peer has dialled."""
         try:
             request = await channel.receive(HANDSHAKE_TIMEOUT_S)
+            if isinstance(request, RequestExamination):
+                await self._answer_examination(channel)
+                return
             if not isinstance(request, RequestPairing) or self._is_closed:
                 raise ProtocolViolation(f"{type(request).__name__} before pairing, or too late")
         except PeerFault as error:
@@ -173,13 +211,41 @@ class PeerLinks:
             await channel.close()
             return
         failure = pairing_failure(request.card, self.card)
-        channel.send(AnswerPairing(self.card, failure))
+        mine = self.card if failure is not None else self._worker.courier.card_for(self.card, request.card)
+        channel.send(AnswerPairing(mine, failure))
         if failure is not None:
             _log.warning("%s", failure.message)
             self._worker.scheduler.counters.add(PAIRINGS_REFUSED)
             await channel.close()
             return
         self._attach(request.card, channel)
+
+    async def _answer_examination(self, channel: Channel[WorkerToWorker]) -> None:
+        links = await self.examine()
+        answer = AnswerExamination(self.card, __version__, host_limits(), time.time(), self._keys is not None, links)
+        channel.send(answer)
+        await channel.close()
+
+    async def _measure(self, link: _Link) -> None:
+        """How fast the transport to a peer is, told to whoever asks; a warning where it is far too slow."""
+        peer, courier = link.card.worker_id, self._worker.courier
+        kind = courier.transport_to(peer)
+        measured, failure = None, None
+        try:
+            if courier.can_measure(peer):
+                measured = await asyncio.get_running_loop().run_in_executor(None, courier.measure, peer)
+        except (PeerFault, OSError) as error:
+            failure = Failure(FailureKind.TRANSFER_FAILED, f"{peer} could not be measured: {error}")
+        if link.lost.done() or kind is None:
+            return
+        rate, latency_s = (measured.bytes_per_s, measured.latency_s) if measured else (0.0, 0.0)
+        report = LinkReport(peer, kind.value, self._keys is not None, rate, latency_s, self._expected, failure)
+        self._reports[peer] = report
+        if measured is not None:
+            text = f"{peer}: {kind.value}, {rate / BYTES_PER_GBIT:.2g} Gbit/s, {1e3 * latency_s:.2g} ms there and back"
+            _log.info("%s", text)
+        if slowness(rate, self._expected):
+            _log.warning("%s: only %s; see disagg doctor", peer, slowness(rate, self._expected))
 
     def _attach(self, card: WorkerCard, channel: Channel[WorkerToWorker]) -> _Link:
         previous = self._links.get(card.worker_id)
@@ -193,6 +259,9 @@ class PeerLinks:
             on_message=lambda message: self._worker.handle(PeerMessageReceived(card.worker_id, message)),
             on_lost=lambda reason: self._let_go(link, reason),
         )
+        task = asyncio.create_task(self._measure(link))
+        self._measuring.add(task)
+        task.add_done_callback(self._measuring.discard)
         return link
 
     def _let_go(self, link: _Link, reason: str) -> None:
@@ -203,6 +272,7 @@ class PeerLinks:
         del self._links[link.card.worker_id]
         self._worker.handle(PeerWasLost(link.card.worker_id, link.card.incarnation, reason))
         self._worker.detach_peer(link.card.worker_id)
+        self._reports.pop(link.card.worker_id, None)
         task = asyncio.get_running_loop().create_task(link.channel.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -211,7 +281,10 @@ class PeerLinks:
 class RouterLink:
     """The connection to the router, kept up until the worker stops."""
 
-    def __init__(self, worker: Worker, peers: PeerLinks, address: str, beat_interval_s: float) -> None:
+    def __init__(
+        self, worker: Worker, peers: PeerLinks, address: str, beat_interval_s: float, keys: Keys | None = None
+    ) -> None:
+        self._tls = keys.dialling if keys else None
         self._worker = worker
         self._peers = peers
         self._address = address
@@ -239,6 +312,11 @@ class RouterLink:
         """For ever."""
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
+            counters = self._worker.scheduler.counters
+            for reason, count in self._peers.take_refusals().items():
+                counters.add(PEERS_REFUSED, count, label=reason.value)
+            for reason, count in self._worker.courier.take_refusals().items():
+                counters.add(DATA_REFUSED, count, label=reason.value)
             self._worker.report_state()
 
     async def close(self) -> None:
@@ -247,7 +325,7 @@ class RouterLink:
 
     async def _register(self) -> asyncio.Future[str]:
         """Raises PeerFault, or ConfigurationError when refused. The future is set when the router is lost."""
-        channel = await dial(self._address, _FROM_ROUTER, timeout_s=HANDSHAKE_TIMEOUT_S)
+        channel = await dial(self._address, _FROM_ROUTER, timeout_s=HANDSHAKE_TIMEOUT_S, tls=self._tls)
         try:
             channel.send(RegisterWorker(self._peers.card, self._worker.scheduler.is_draining))
             answer = await channel.receive(HANDSHAKE_TIMEOUT_S)

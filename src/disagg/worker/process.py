@@ -6,7 +6,9 @@ import os
 import secrets
 import signal
 import sys
+from functools import partial
 
+from disagg.channel.keys import Keys, load_keys
 from disagg.channel.lifeline import watch_parent
 from disagg.core.endpoints import TransportChoice, TransportKind
 from disagg.core.errors import ConfigurationError
@@ -20,6 +22,7 @@ from disagg.transport.api import Post
 from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
 from disagg.transport.shared_memory_sender import SharedMemorySender
 from disagg.transport.sharing import SharingDomain, take_domain
+from disagg.transport.tcp_link import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.worker.config import WorkerConfig
@@ -30,6 +33,8 @@ from disagg.worker.watchdog import Watchdog
 from disagg.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
+
+GRANT_SEED_BYTES = 32
 
 
 def run_worker(config: WorkerConfig) -> int:
@@ -50,7 +55,7 @@ def run_worker(config: WorkerConfig) -> int:
 
 async def _serve(config: WorkerConfig, loaded: LoadedEngine, domain: SharingDomain | None) -> None:
     worker, peers = await start_worker(config, loaded, Watchdog(config.progress_timeout_s), domain)
-    router = RouterLink(worker, peers, config.router_address, config.beat_interval_s)
+    router = RouterLink(worker, peers, config.router_address, config.beat_interval_s, load_keys(config.keys))
     serving = [asyncio.create_task(router.run()), asyncio.create_task(router.report_states())]
     try:
         ending = asyncio.create_task(_ending(worker, config.drain_timeout_s))
@@ -109,9 +114,10 @@ async def start_worker(
         control_address="",
         data_endpoints=(),
     )
-    courier = Courier(card, _movers(config, loaded, worker_id, incarnation, domain))
+    keys = load_keys(config.keys)
+    courier = Courier(card, _movers(config, loaded, card, keys, domain))
     worker = Worker(scheduler_config(config, loaded, incarnation), engine, courier, watchdog)
-    peers = PeerLinks(worker, courier.card, config.beat_interval_s)
+    peers = PeerLinks(worker, courier.card, config.beat_interval_s, keys=keys, link_gbits=config.link_gbits)
     await peers.listen(config.host)
     courier.card = peers.card
     return worker, peers
@@ -133,27 +139,37 @@ def scheduler_config(config: WorkerConfig, loaded: LoadedEngine, incarnation: In
         handoff_mode=config.handoff,
         min_push_bytes=config.min_push_bytes,
         lease_s=config.lease_s,
+        grant_seed=secrets.token_bytes(GRANT_SEED_BYTES),
     )
 
 
 def _movers(
-    config: WorkerConfig,
-    loaded: LoadedEngine,
-    worker_id: WorkerId,
-    incarnation: Incarnation,
-    domain: SharingDomain | None,
+    config: WorkerConfig, loaded: LoadedEngine, card: WorkerCard, keys: Keys | None, domain: SharingDomain | None
 ) -> MakeMovers:
     memory = loaded.engine.memory
+    shared = memory if isinstance(memory, MappableMemory) and memory.descriptor is not None else None
+
+    def tcp(post: Post) -> Mover:
+        sender = TcpSender(
+            card.worker_id,
+            card.incarnation,
+            memory,
+            post,
+            TcpSenderConfig(num_lanes=config.data_connections),
+            tls=keys.dialling if keys else None,
+        )
+        receiver = TcpReceiver(memory, card.incarnation, post, host=config.host, tls=keys.accepting if keys else None)
+        measure = partial(sender.measure, budget_s=config.probe_s) if config.probe_s else None
+        return Mover(sender, receiver, measure, receiver.refused)
 
     def make(post: Post) -> dict[TransportKind, Mover]:
-        sender = TcpSender(worker_id, incarnation, memory, post)
-        made = {TransportKind.TCP: Mover(sender, TcpReceiver(memory, incarnation, post, host=config.host))}
-        shared = memory if isinstance(memory, MappableMemory) and memory.descriptor is not None else None
+        movers = {TransportKind.TCP: tcp(post)}
         if domain is not None and shared is not None and config.transport is TransportChoice.AUTO:
             # A neighbour that may still write when the lease has ended is ended by force.
-            receiver = SharedMemoryReceiver(shared, incarnation, post, domain, fence_timeout_s=config.lease_s)
-            made[TransportKind.SHARED_MEMORY] = Mover(SharedMemorySender(worker_id, shared, post, domain), receiver)
-        return made
+            receiver = SharedMemoryReceiver(shared, card.incarnation, post, domain, fence_timeout_s=config.lease_s)
+            sender = SharedMemorySender(card.worker_id, shared, post, domain)
+            movers[TransportKind.SHARED_MEMORY] = Mover(sender, receiver)
+        return movers
 
     return make
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from disagg.channel.channel import Channel, dial, listen, server_address
+from disagg.channel.channel import Channel, dial
+from disagg.channel.listening import listen
 from disagg.protocol.messages import WorkerToWorker
 
 DEADLINE_S = 10.0
@@ -63,7 +64,7 @@ async def served() -> AsyncIterator[tuple[str, asyncio.Queue[Channel[WorkerToWor
 
     server = await listen("127.0.0.1", 0, DECODER, serve)
     try:
-        yield server_address(server), accepted
+        yield server.address, accepted
     finally:
         server.close()
         for channel in all_channels:

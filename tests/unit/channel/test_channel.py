@@ -9,7 +9,7 @@ import pytest
 from tests.unit.channel.ends import DEADLINE_S, DECODER, frame, joined, raw, served, start
 
 from disagg.channel import channel as channel_module
-from disagg.channel.channel import MAX_FRAME_BYTES, dial
+from disagg.channel.channel import MAX_FIRST_FRAME_BYTES, MAX_FRAME_BYTES, dial
 from disagg.core.errors import PeerLost, ProtocolViolation
 from disagg.core.ids import HandoffId, Incarnation, RequestId, SequenceId
 from disagg.protocol.messages import Beat, RegisterWorker, RenewLeases
@@ -118,7 +118,7 @@ async def reader_ended(reader: asyncio.StreamReader) -> bool:
 async def test_garbage_instead_of_the_first_message_is_a_violation() -> None:
     async with raw() as (writer, _, channel):
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        with pytest.raises(ProtocolViolation, match=str(MAX_FRAME_BYTES)):
+        with pytest.raises(ProtocolViolation, match=str(MAX_FIRST_FRAME_BYTES)):
             await channel.receive(DEADLINE_S)
 
 

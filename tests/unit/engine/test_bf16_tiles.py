@@ -67,7 +67,9 @@ def test_a_row_is_the_same_alone_and_among_others(library: NativeLibrary, weight
     library.set_num_threads(num_threads)
     try:
         for num_inputs, num_outputs in SHAPES[2:]:
-            linear = LinearMaker(weights, library).make(random_tensor(num_outputs, num_inputs), random_tensor(num_outputs))
+            linear = LinearMaker(weights, library).make(
+                random_tensor(num_outputs, num_inputs), random_tensor(num_outputs)
+            )
             x = random_tensor(ROWS[-1] + 7, num_inputs, seed=1)
             whole = linear(x)
             for count in ROWS:

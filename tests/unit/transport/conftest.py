@@ -4,14 +4,15 @@ import contextlib
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import pytest
 from tests.unit.transport.rigs import InProcessRig, Rig, TcpRig, open_descriptors
 from tests.unit.transport.shared_memory_rig import SharedMemoryRig
 
-RIGS = {"tcp": TcpRig, "shared_memory": SharedMemoryRig, "in_process": InProcessRig}
+from disagg.channel.keys import Keys, load_keys
+from disagg.cluster.authority import make_keys
 
 
 def shared_pages() -> tuple[int, int, int]:
@@ -39,9 +40,25 @@ def nothing_left_behind() -> Iterator[None]:
     assert all(now <= before for now, before in zip(left, pages, strict=True)), f"{left} are left of {pages}"
 
 
-@pytest.fixture(params=list(RIGS))
-def rig(request: pytest.FixtureRequest, nothing_left_behind: None) -> Iterator[Rig]:
-    made = cast(Rig, RIGS[request.param]())
+@pytest.fixture(scope="session")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+    folder = tmp_path_factory.mktemp("keys")
+    make_keys(folder, ("localhost",), days=1)
+    made = load_keys(str(folder / "localhost"))
+    assert made is not None
+    return made
+
+
+@pytest.fixture(params=["tcp", "tls", "two lanes", "shared_memory", "in_process"])
+def rig(request: pytest.FixtureRequest, keys: Keys, nothing_left_behind: None) -> Iterator[Rig]:
+    make: dict[str, Callable[[], object]] = {
+        "tcp": TcpRig,
+        "tls": lambda: TcpRig(keys.dialling, keys.accepting),
+        "two lanes": lambda: TcpRig(num_lanes=2),
+        "shared_memory": SharedMemoryRig,
+        "in_process": InProcessRig,
+    }
+    made = cast(Rig, make[request.param]())
     yield made
     made.check_invariants()
     made.close()

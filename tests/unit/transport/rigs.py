@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
@@ -13,10 +14,23 @@ from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesLanding, BytesMemory, StagedLanding
 from disagg.transport.api import Receiver, Sender, TransportEvent, Write
+from disagg.transport.capability import frame_proof, grant_name, hello_proof
 from disagg.transport.in_process import Fault, InProcessNetwork
 from disagg.transport.tcp_link import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
+from disagg.transport.wire import (
+    PREFIX_BYTES,
+    Ack,
+    Challenge,
+    FrameHeader,
+    Hello,
+    Item,
+    Welcome,
+    decode_body,
+    decode_prefix,
+    encode,
+)
 
 DEADLINE_S = 10.0
 FENCE_S = 0.3
@@ -225,6 +239,8 @@ class Rig(Protocol):
     sent: EventLog
     landed: EventLog
     can_force_fence: bool
+    num_lanes: int
+    is_encrypted: bool
 
     def connect(self, sender: Sender, incarnation: Incarnation = RECEIVER_INCARNATION) -> None: ...
     def another_sender(self, worker_id: WorkerId, log: EventLog) -> Sender: ...
@@ -239,35 +255,106 @@ class Rig(Protocol):
     def close(self) -> None: ...
 
 
+def read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
+    data = b""
+    while len(data) < num_bytes:
+        part = sock.recv(num_bytes - len(data))
+        assert part, f"closed after {data!r}"
+        data += part
+    return data
+
+
+def read_challenge(sock: socket.socket) -> bytes:
+    """The nonce of this connection."""
+    prefix = decode_prefix(read_exactly(sock, PREFIX_BYTES), Item.CHALLENGE)
+    return decode_body(read_exactly(sock, prefix.num_bytes), prefix, Challenge).nonce
+
+
+def read_welcome(sock: socket.socket) -> Welcome:
+    prefix = decode_prefix(read_exactly(sock, PREFIX_BYTES), Item.WELCOME)
+    return decode_body(read_exactly(sock, prefix.num_bytes), prefix, Welcome)
+
+
+def read_ack(sock: socket.socket) -> Ack:
+    prefix = decode_prefix(read_exactly(sock, PREFIX_BYTES), Item.ACK)
+    return decode_body(read_exactly(sock, prefix.num_bytes), prefix, Ack)
+
+
+RAW = WorkerId("raw")
+RAW_INCARNATION = Incarnation(5)
+
+
+def raw_hello(
+    receiver: TcpReceiver, nonce: bytes, *, sender: WorkerId = RAW, lane: int = 0, checksums: bool = True
+) -> Hello:
+    """As a paired sender would say it."""
+    token = receiver.endpoint_for(sender, RAW_INCARNATION).token
+    proof = hello_proof(token, nonce, lane)
+    return Hello(sender, RAW_INCARNATION, RECEIVER_INCARNATION, checksums, lane, proof)
+
+
+def greet(sock: socket.socket, receiver: TcpReceiver, *, sender: WorkerId = RAW, lane: int = 0) -> bytes:
+    """Be welcomed by hand; the nonce of the connection."""
+    nonce = read_challenge(sock)
+    sock.sendall(encode(Item.HELLO, raw_hello(receiver, nonce, sender=sender, lane=lane)))
+    assert read_welcome(sock).refusal is None
+    return nonce
+
+
+def raw_header(key: bytes, nonce: bytes, number: int, destination: tuple[Segment, ...], num_bytes: int) -> FrameHeader:
+    proof = frame_proof(key, nonce, number)
+    return FrameHeader(grant_name(key), number, b"", destination, num_bytes, proof)
+
+
 class TcpRig:
     can_force_fence = True
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        client_tls: ssl.SSLContext | None = None,
+        server_tls: ssl.SSLContext | None = None,
+        *,
+        num_lanes: int = 1,
+    ) -> None:
+        self.num_lanes = num_lanes
+        self.is_encrypted = client_tls is not None
+        self.client_tls, self.server_tls = client_tls, server_tls
         self.source = BytesMemory(data=pattern(ARENA_BYTES))
         self.gated = GatedMemory(ARENA_BYTES)
         self.target: BytesMemory = self.gated
         self.sent, self.landed = EventLog(), EventLog()
-        self.receiver = TcpReceiver(self.target, RECEIVER_INCARNATION, self.landed.post, fence_timeout_s=FENCE_S)
+        self.receiver = self._receiver(RECEIVER_INCARNATION)
         self.relay = Relay(self.receiver.endpoint.address)
-        self.sender = TcpSender(PREFILL, SENDER_INCARNATION, self.source, self.sent.post, self._config())
+        self.sender = TcpSender(
+            PREFILL, SENDER_INCARNATION, self.source, self.sent.post, self._config(), tls=client_tls
+        )
         self.others: list[TcpSender] = []
         self.connect(self.sender)
 
+    def _receiver(self, incarnation: Incarnation) -> TcpReceiver:
+        return TcpReceiver(
+            self.target, incarnation, self.landed.post, fence_timeout_s=FENCE_S, secret=b"rig", tls=self.server_tls
+        )
+
     def _config(self) -> TcpSenderConfig:
-        return TcpSenderConfig(fence_timeout_s=FENCE_S)
+        return TcpSenderConfig(fence_timeout_s=FENCE_S, num_lanes=self.num_lanes)
 
     def connect(self, sender: Sender, incarnation: Incarnation = RECEIVER_INCARNATION) -> None:
-        sender.connect(DECODE, Endpoint(TransportKind.TCP, self.relay.address), incarnation)
+        self._introduce(sender, PREFILL, SENDER_INCARNATION, incarnation)
+
+    def _introduce(self, sender: Sender, worker_id: WorkerId, own: Incarnation, incarnation: Incarnation) -> None:
+        token = self.receiver.endpoint_for(worker_id, own).token
+        sender.connect(DECODE, Endpoint(TransportKind.TCP, self.relay.address, token), incarnation)
 
     def another_sender(self, worker_id: WorkerId, log: EventLog) -> Sender:
-        sender = TcpSender(worker_id, Incarnation(33), self.source, log.post)
+        sender = TcpSender(worker_id, Incarnation(33), self.source, log.post, self._config(), tls=self.client_tls)
         self.others.append(sender)
-        self.connect(sender)
+        self._introduce(sender, worker_id, Incarnation(33), RECEIVER_INCARNATION)
         return sender
 
     def restart_receiver(self, incarnation: Incarnation) -> None:
         self.receiver.close()
-        self.receiver = TcpReceiver(self.target, incarnation, self.landed.post, fence_timeout_s=FENCE_S)
+        self.receiver = self._receiver(incarnation)
         self.relay.target = self.receiver.endpoint.address
 
     def corrupt_next(self) -> None:
@@ -305,6 +392,8 @@ class TcpRig:
 
 class InProcessRig:
     can_force_fence = False  # a copy in memory can only be waited for
+    num_lanes = 1
+    is_encrypted = False
 
     def __init__(self) -> None:
         self.network = InProcessNetwork(threaded=True)

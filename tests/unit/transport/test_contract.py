@@ -62,7 +62,8 @@ def test_many_keys_interleave_and_all_land(rig: Rig) -> None:
     assert all(event.failure is None for event in finished)
     assert len({(event.key, event.number) for event in finished}) == len(keys) * per_key
     for key in keys:
-        assert [event.number for event in finished if event.key == key] == list(range(per_key))
+        numbers = [event.number for event in finished if event.key == key]
+        assert (numbers if rig.num_lanes == 1 else sorted(numbers)) == list(range(per_key))
     used = (Segment(0, len(keys) * per_key * size),)
     assert rig.target.read(used) == rig.source.read(used)
 
@@ -100,6 +101,12 @@ def test_a_corrupted_payload_is_told_on_both_sides_and_may_be_sent_again(rig: Ri
     rig.sender.write(write_of(KEY, 7, BIG, BIG, tag=b"t"))
     failure = rig.sent.wait(WriteFinished)[0].failure
     assert failure is not None
+    if rig.is_encrypted:  # TLS notices first, and the connection ends: nothing is told of at the receiver
+        assert rig.landed.of(WriteLanded) == []
+        rig.sender.write(write_of(KEY, 7, BIG, BIG, tag=b"t"))
+        assert rig.sent.wait(WriteFinished, 2)[1].failure is None
+        assert rig.target.read(BIG) == rig.source.read(BIG)
+        return
     assert "checksum" in failure
     landed = rig.landed.wait(WriteLanded)[0]
     assert (landed.number, landed.tag, landed.failure is None) == (7, b"t", False)
@@ -196,6 +203,8 @@ def test_a_vanished_receiver_fails_writes_before_the_connection_is_lost(rig: Rig
 
 
 def test_a_write_that_landed_is_acknowledged_again_without_landing_again(rig: Rig) -> None:
+    if rig.num_lanes > 1:
+        pytest.skip("the second lane could not even connect while answers are swallowed")
     rig.receiver.grant(PREFILL, KEY, BIG)
     rig.sender.write(write_of(KEY, 0, (), ()))
     assert rig.sent.wait(WriteFinished)[0].failure is None

@@ -12,6 +12,7 @@ from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory
 from disagg.transport import grants as grants_module
 from disagg.transport.api import GrantFenced, TransportEvent, Write, WriteLanded
+from disagg.transport.capability import grant_name
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.grants import AlreadyLanded, GrantTable, LandedNumbers, Refused, Visit
 from disagg.transport.outbox import Outbox
@@ -91,7 +92,7 @@ def test_the_queue_caps_what_is_not_acknowledged_but_lets_a_large_write_go_alone
         assert queue.try_start() is not None
         queue.sent()
     assert queue.try_start() is None
-    assert queue.next_acknowledged(b"a", 0).number == 0
+    assert queue.next_acknowledged(grant_name(b"a"), 0).number == 0
     queue.acknowledge()
     third = queue.try_start()
     assert third is not None
@@ -113,12 +114,12 @@ def test_the_queue_caps_what_is_not_acknowledged_but_lets_a_large_write_go_alone
 def test_an_answer_out_of_order_is_a_violation() -> None:
     queue = SendQueue(100)
     with pytest.raises(ProtocolViolation, match="none is in flight"):
-        queue.next_acknowledged(b"a", 0)
+        queue.next_acknowledged(grant_name(b"a"), 0)
     queue.put(write_bytes(b"a", 0, 10))
     queue.try_start()
     queue.sent()
     with pytest.raises(ProtocolViolation, match="was due"):
-        queue.next_acknowledged(b"a", 1)
+        queue.next_acknowledged(grant_name(b"a"), 1)
 
 
 def test_landed_numbers_fold_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import msgspec
 import pytest
 import xxhash
 from tests.unit.transport.rigs import (
@@ -21,10 +22,17 @@ from tests.unit.transport.rigs import (
     DECODE,
     FENCE_S,
     PREFILL,
+    RAW,
     RECEIVER_INCARNATION,
     SENDER_INCARNATION,
     EventLog,
     TcpRig,
+    greet,
+    raw_header,
+    raw_hello,
+    read_challenge,
+    read_exactly,
+    read_welcome,
     write_of,
 )
 
@@ -34,19 +42,22 @@ from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory
 from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded, WritesStopped
+from disagg.transport.capability import NONCE_BYTES, grant_name
 from disagg.transport.tcp_link import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.transport.wire import (
     MAGIC,
     MAX_HEADER_BYTES,
+    NO_PROOF,
     PREFIX_BYTES,
+    VERSION,
     Ack,
+    Challenge,
     FrameHeader,
     Hello,
     Item,
     Welcome,
-    decode_body,
     decode_prefix,
     encode,
     encode_trailer,
@@ -55,7 +66,7 @@ from disagg.transport.wire import (
 KEY = b"key-0"
 BIG = (Segment(0, 256 << 10),)
 WHOLE = (Segment(0, ARENA_BYTES),)
-HELLO = Hello(WorkerId("raw"), Incarnation(5), RECEIVER_INCARNATION, True)
+STRANGER = Hello(RAW, Incarnation(1), Incarnation(404), True, 0, NO_PROOF)
 
 
 @contextmanager
@@ -63,20 +74,6 @@ def dialled(receiver: TcpReceiver) -> Iterator[socket.socket]:
     host, _, port = receiver.endpoint.address.rpartition(":")
     with socket.create_connection((host, int(port)), DEADLINE_S) as sock:
         yield sock
-
-
-def read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
-    data = b""
-    while len(data) < num_bytes:
-        part = sock.recv(num_bytes - len(data))
-        assert part, f"closed after {data!r}"
-        data += part
-    return data
-
-
-def read_welcome(sock: socket.socket) -> Welcome:
-    prefix = decode_prefix(read_exactly(sock, PREFIX_BYTES), Item.WELCOME)
-    return decode_body(read_exactly(sock, prefix.num_bytes), prefix, Welcome)
 
 
 def is_closed_by_peer(sock: socket.socket) -> bool:
@@ -98,19 +95,21 @@ def assert_still_serves(rig: TcpRig, number: int) -> None:
     [
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "is the port right"),
         (struct.pack("!4sHHII", MAGIC, 999, 1, 10, 0) + bytes(10), "version 999"),
-        (struct.pack("!4sHHII", MAGIC, 1, 1, 2**32 - 1, 0), "over the limit"),
-        (struct.pack("!4sHHII", MAGIC, 1, 3, 10, 0), "HELLO"),
-        (struct.pack("!4sHHII", MAGIC, 1, 1, 10, 0) + bytes(10), "checksum"),
-        (encode(Item.HELLO, Hello(WorkerId("w" * 300), Incarnation(1), RECEIVER_INCARNATION, True)), "length"),
-        (encode(Item.HELLO, Hello(WorkerId("w"), Incarnation(1), Incarnation(404), True)), "incarnation"),
-        (encode(Item.HELLO, Hello(WorkerId("w"), Incarnation(1), RECEIVER_INCARNATION, False)), "checksums"),
+        (struct.pack("!4sHHII", MAGIC, VERSION, 1, 2**32 - 1, 0), "over the limit"),
+        (struct.pack("!4sHHII", MAGIC, VERSION, 3, 10, 0), "HELLO"),
+        (struct.pack("!4sHHII", MAGIC, VERSION, 1, 10, 0) + bytes(10), "checksum"),
+        (encode(Item.HELLO, msgspec.structs.replace(STRANGER, sender=WorkerId("w" * 300))), "length"),
+        (encode(Item.HELLO, msgspec.structs.replace(STRANGER, lane=1000)), "<= 64"),
+        (encode(Item.HELLO, STRANGER), "incarnation"),
+        (encode(Item.HELLO, msgspec.structs.replace(STRANGER, destination_incarnation=RECEIVER_INCARNATION)), "proof"),
     ],
-    ids=["http", "version", "4 GiB", "a frame", "damaged", "long name", "incarnation", "checksums"],
+    ids=["http", "version", "4 GiB", "a frame", "damaged", "long name", "lane", "incarnation", "proof"],
 )
 def test_a_bad_hello_is_refused_with_a_reason_and_disturbs_nobody(tcp: TcpRig, sent: bytes, reason: str) -> None:
     tcp.receiver.grant(PREFILL, KEY, BIG)
     assert_still_serves(tcp, 0)
     with dialled(tcp.receiver) as sock:
+        read_challenge(sock)
         sock.sendall(sent)
         refusal = read_welcome(sock).refusal
         assert refusal is not None
@@ -119,23 +118,29 @@ def test_a_bad_hello_is_refused_with_a_reason_and_disturbs_nobody(tcp: TcpRig, s
     assert_still_serves(tcp, 1)
 
 
+def test_checksums_at_one_end_only_are_refused(tcp: TcpRig) -> None:
+    with dialled(tcp.receiver) as sock:
+        sock.sendall(encode(Item.HELLO, raw_hello(tcp.receiver, read_challenge(sock), checksums=False)))
+        assert "checksums" in (read_welcome(sock).refusal or "")
+        assert is_closed_by_peer(sock)
+
+
 @pytest.mark.parametrize(
     "sent",
     [
-        struct.pack("!4sHHII", MAGIC, 1, 3, 2**32 - 1, 0),
-        struct.pack("!4sHHII", MAGIC, 1, 3, MAX_HEADER_BYTES + 1, 0),
+        struct.pack("!4sHHII", MAGIC, VERSION, 3, 2**32 - 1, 0),
+        struct.pack("!4sHHII", MAGIC, VERSION, 3, MAX_HEADER_BYTES + 1, 0),
         b"\x93noise" * 12,
-        encode(Item.FRAME, FrameHeader(b"k" * 300, 0, b"", (), 0)),
-        encode(Item.FRAME, FrameHeader(KEY, 0, b"", (Segment(0, 2**60),), 2**60)),
-        encode(Item.FRAME, FrameHeader(KEY, 0, b"", (Segment(0, 5),), 2**60)),
+        encode(Item.FRAME, FrameHeader(b"k" * 300, 0, b"", (), 0, NO_PROOF)),
+        encode(Item.FRAME, FrameHeader(grant_name(KEY), 0, b"", (Segment(0, 2**60),), 2**60, NO_PROOF)),
+        encode(Item.FRAME, FrameHeader(grant_name(KEY), 0, b"", (Segment(0, 5),), 2**60, NO_PROOF)),
     ],
     ids=["4 GiB header", "long header", "noise", "long key", "absurd payload", "absurd unequal payload"],
 )
 def test_a_bad_frame_closes_its_connection_only(tcp: TcpRig, sent: bytes) -> None:
     tcp.receiver.grant(PREFILL, KEY, BIG)
     with dialled(tcp.receiver) as sock:
-        sock.sendall(encode(Item.HELLO, HELLO))
-        assert read_welcome(sock).refusal is None
+        greet(sock, tcp.receiver)
         assert_still_serves(tcp, 0)
         sock.sendall(sent)
         assert is_closed_by_peer(sock)
@@ -155,8 +160,7 @@ def test_connections_are_counted_and_limited() -> None:
     with ExitStack() as stack:
         for index in range(3):
             sock = stack.enter_context(dialled(receiver))
-            sock.sendall(encode(Item.HELLO, Hello(WorkerId(f"w{index}"), Incarnation(1), RECEIVER_INCARNATION, True)))
-            assert read_welcome(sock).refusal is None
+            greet(sock, receiver, sender=WorkerId(f"w{index}"))
         fourth = stack.enter_context(dialled(receiver))
         assert is_closed_by_peer(fourth)
         receiver.check_invariants()
@@ -245,7 +249,7 @@ def test_a_peer_that_answers_nothing_is_lost_after_the_stall_timeout(num_bytes: 
 
 
 def test_an_answer_before_the_last_byte_is_not_believed() -> None:
-    with silent_peer(encode(Item.ACK, Ack(KEY, 0, None))) as peer:
+    with silent_peer(encode(Item.ACK, Ack(grant_name(KEY), 0, None))) as peer:
         log = EventLog()
         config = TcpSenderConfig(stall_timeout_s=0.3)
         sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(32 << 20), log.post, config)
@@ -261,7 +265,7 @@ def test_an_idle_connection_outlives_the_stall_timeout() -> None:
     landed, sent = EventLog(), EventLog()
     receiver = TcpReceiver(BytesMemory(100), RECEIVER_INCARNATION, landed.post, stall_timeout_s=0.05)
     sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(100), sent.post, TcpSenderConfig(stall_timeout_s=0.05))
-    sender.connect(DECODE, receiver.endpoint, RECEIVER_INCARNATION)
+    sender.connect(DECODE, receiver.endpoint_for(PREFILL, SENDER_INCARNATION), RECEIVER_INCARNATION)
     receiver.grant(PREFILL, KEY, (Segment(0, 100),))
     run = (Segment(0, 100),)
     sender.write(write_of(KEY, 0, run, run))
@@ -280,9 +284,8 @@ def test_a_frame_that_stops_half_way_is_given_up_by_the_receiver() -> None:
     receiver = TcpReceiver(BytesMemory(1000), RECEIVER_INCARNATION, landed.post, stall_timeout_s=0.1)
     receiver.grant(WorkerId("raw"), KEY, (Segment(0, 1000),))
     with dialled(receiver) as sock:
-        sock.sendall(encode(Item.HELLO, HELLO))
-        assert read_welcome(sock).refusal is None
-        sock.sendall(encode(Item.FRAME, FrameHeader(KEY, 0, b"", (Segment(0, 1000),), 1000)) + bytes(500))
+        header = raw_header(KEY, greet(sock, receiver), 0, (Segment(0, 1000),), 1000)
+        sock.sendall(encode(Item.FRAME, header) + bytes(500))
         assert is_closed_by_peer(sock)
     receiver.revoke(KEY)
     assert landed.wait(GrantFenced) == [GrantFenced(KEY)]
@@ -292,14 +295,13 @@ def test_a_frame_that_stops_half_way_is_given_up_by_the_receiver() -> None:
 
 def test_a_new_connection_of_the_same_sender_ends_the_old_one_first(tcp: TcpRig) -> None:
     tcp.receiver.grant(WorkerId("raw"), KEY, (Segment(0, 1000),))
-    header = FrameHeader(KEY, 0, b"", (Segment(0, 1000),), 1000)
-    head = encode(Item.FRAME, header)
     with dialled(tcp.receiver) as old, dialled(tcp.receiver) as new:
-        old.sendall(encode(Item.HELLO, HELLO))
-        assert read_welcome(old).refusal is None
-        old.sendall(head + b"o" * 500)
-        new.sendall(encode(Item.HELLO, HELLO))
-        assert read_welcome(new).refusal is None
+        heads = []
+        for sock, letter in ((old, b"o"), (new, b"n")):
+            heads.append(encode(Item.FRAME, raw_header(KEY, greet(sock, tcp.receiver), 0, (Segment(0, 1000),), 1000)))
+            if sock is old:
+                sock.sendall(heads[0] + letter * 500)
+        head = heads[1]
         assert is_closed_by_peer(old)
         checksum = _checksum(b"n" * 1000, head)
         new.sendall(head + b"n" * 1000 + encode_trailer(checksum))
@@ -309,6 +311,7 @@ def test_a_new_connection_of_the_same_sender_ends_the_old_one_first(tcp: TcpRig)
 
 
 def test_a_sender_killed_inside_a_frame_leaves_the_receiver_well(tcp: TcpRig) -> None:
+    token = tcp.receiver.endpoint_for(WorkerId("doomed"), Incarnation(3)).token
     script = (
         "import sys, time\n"
         "from disagg.transport.tcp_sender import TcpSender\n"
@@ -317,7 +320,8 @@ def test_a_sender_killed_inside_a_frame_leaves_the_receiver_well(tcp: TcpRig) ->
         "from disagg.kvcache.memory import Segment\n"
         "from disagg.testing.memory import BytesMemory\n"
         f"sender = TcpSender('doomed', 3, BytesMemory({ARENA_BYTES}), print)\n"
-        f"sender.connect('decode-0', Endpoint(TransportKind.TCP, {tcp.relay.address!r}), {RECEIVER_INCARNATION})\n"
+        f"endpoint = Endpoint(TransportKind.TCP, {tcp.relay.address!r}, {token!r})\n"
+        f"sender.connect('decode-0', endpoint, {RECEIVER_INCARNATION})\n"
         f"run = (Segment(0, {ARENA_BYTES}),)\n"
         f"sender.write(Write('decode-0', {KEY!r}, 0, b'', run, run))\n"
         "time.sleep(60)\n"
@@ -351,7 +355,7 @@ def test_memory_that_fails_ends_one_connection_and_not_the_receiver(caplog: pyte
     memory = Boastful(1000)
     receiver = TcpReceiver(memory, RECEIVER_INCARNATION, landed.post)
     sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(2000), sent.post)
-    sender.connect(DECODE, receiver.endpoint, RECEIVER_INCARNATION)
+    sender.connect(DECODE, receiver.endpoint_for(PREFILL, SENDER_INCARNATION), RECEIVER_INCARNATION)
     receiver.grant(PREFILL, KEY, (Segment(0, 2000),))
     with caplog.at_level(logging.CRITICAL):
         sender.write(write_of(KEY, 0, (Segment(0, 2000),), (Segment(0, 2000),)))
@@ -388,7 +392,7 @@ def test_ipv6_loopback_works_where_there_is_one() -> None:
         pytest.skip("no IPv6 loopback here")
     log = EventLog()
     sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(10), log.post)
-    sender.connect(DECODE, receiver.endpoint, RECEIVER_INCARNATION)
+    sender.connect(DECODE, receiver.endpoint_for(PREFILL, SENDER_INCARNATION), RECEIVER_INCARNATION)
     receiver.grant(PREFILL, KEY, (Segment(0, 10),))
     sender.write(write_of(KEY, 0, (Segment(0, 10),), (Segment(0, 10),)))
     assert log.wait(WriteFinished)[0].failure is None
@@ -425,6 +429,7 @@ class SilentPeer:
                 return
             self._taken.append(sock)
             if len(self._taken) == 1:
+                sock.sendall(encode(Item.CHALLENGE, Challenge(bytes(NONCE_BYTES))))
                 prefix = decode_prefix(read_exactly(sock, PREFIX_BYTES), Item.HELLO)
                 read_exactly(sock, prefix.num_bytes)
                 sock.sendall(encode(Item.WELCOME, Welcome(None)))

@@ -9,10 +9,9 @@ from typing import TypeVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.transport.rigs import DEADLINE_S, EventLog
+from tests.unit.transport.rigs import DEADLINE_S, RAW, RECEIVER_INCARNATION, EventLog, greet, raw_header
 
 from disagg.core.errors import ProtocolViolation
-from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory
 from disagg.transport.api import WriteLanded
@@ -20,6 +19,7 @@ from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.wire import (
     MAX_HEADER_BYTES,
     PREFIX_BYTES,
+    VERSION,
     Ack,
     FrameHeader,
     Hello,
@@ -36,7 +36,9 @@ Body = TypeVar("Body", Hello, Welcome, FrameHeader, Ack)
 
 segments = st.lists(st.builds(Segment, st.integers(0, 2**63), st.integers(0, 2**40)), max_size=6).map(tuple)
 counts = st.integers(0, 2**63 - 1)
-headers = st.builds(FrameHeader, st.binary(max_size=40), counts, st.binary(max_size=50), segments, counts)
+names = st.binary(min_size=16, max_size=16)
+proofs = st.binary(min_size=32, max_size=32)
+headers = st.builds(FrameHeader, names, counts, st.binary(max_size=50), segments, counts, proofs)
 
 
 def decode(data: bytes, item: Item, kind: type[Body]) -> Body:
@@ -80,7 +82,7 @@ def test_a_body_of_noise_with_a_right_checksum_is_a_violation_or_a_whole_item(
 
 @pytest.mark.parametrize("num_bytes", [MAX_HEADER_BYTES + 1, 2**32 - 1])
 def test_a_length_over_the_bound_is_refused_before_a_byte_is_allocated(num_bytes: int) -> None:
-    prefix = struct.pack("!4sHHII", b"DgKV", 1, Item.FRAME, num_bytes, 0)
+    prefix = struct.pack("!4sHHII", b"DgKV", VERSION, Item.FRAME, num_bytes, 0)
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolViolation, match="over the limit"):
@@ -92,24 +94,24 @@ def test_a_length_over_the_bound_is_refused_before_a_byte_is_allocated(num_bytes
 
 def test_reasons_are_cut_to_fit_an_answer() -> None:
     for reason in ("short", "x" * 100_000, "\N{SNOWMAN}" * 100_000):
-        ack = Ack(b"k" * 256, 2**63 - 1, clip(reason))
+        ack = Ack(b"k" * 16, 2**63 - 1, clip(reason))
         assert decode(encode(Item.ACK, ack), Item.ACK, Ack) == ack
 
 
 def test_a_live_receiver_survives_noise_after_a_good_hello() -> None:
     log = EventLog()
     memory = BytesMemory(1000)
-    receiver = TcpReceiver(memory, Incarnation(7), log.post)
-    receiver.grant(WorkerId("w"), b"k", [Segment(0, 1000)])
+    receiver = TcpReceiver(memory, RECEIVER_INCARNATION, log.post)
+    receiver.grant(RAW, b"k", [Segment(0, 1000)])
     host, _, port = receiver.endpoint.address.rpartition(":")
-    good = encode(Item.FRAME, FrameHeader(b"k", 0, b"", (Segment(0, 10),), 10)) + bytes(14)
+    length = len(encode(Item.FRAME, raw_header(b"k", bytes(16), 0, (Segment(0, 10),), 10))) + 14
 
     @settings(max_examples=60, deadline=None, database=None)
-    @given(st.integers(0, len(good) - 11), st.binary(min_size=1, max_size=40))
+    @given(st.integers(0, length - 11), st.binary(min_size=1, max_size=40))
     def attack(cut: int, noise: bytes) -> None:
         with socket.create_connection((host, int(port)), DEADLINE_S) as sock:
-            sock.sendall(encode(Item.HELLO, Hello(WorkerId("w"), Incarnation(1), Incarnation(7), True)))
-            assert sock.recv(200)
+            header = raw_header(b"k", greet(sock, receiver), 0, (Segment(0, 10),), 10)
+            good = encode(Item.FRAME, header) + bytes(14)
             sock.sendall(good[:cut] + noise)
             try:
                 sock.shutdown(socket.SHUT_WR)

@@ -50,6 +50,7 @@ class Site:
             mixed_chunk_tokens=8,
             min_push_bytes=0,
             beat_interval_s=2.5,
+            probe_s=0.0,
         )
         self.told: list[WorkerToRouter] = []
         self._changed = asyncio.Event()
