@@ -25,6 +25,7 @@ def profile(
     repeats: Annotated[int, typer.Option(help="Steps of each shape that count; their median is taken.")] = 7,
     max_prompt: Annotated[int, typer.Option(help="Most prompt tokens of one step.")] = 1024,
     max_streams: Annotated[int, typer.Option(help="Most streams of one step.")] = 32,
+    limit_s: Annotated[float, typer.Option(help="Seconds after which no round of all shapes is begun.")] = 120.0,
     device: opt.Device = _WORKER.device,
     num_threads: opt.NumThreads = _WORKER.num_threads,
     weights: opt.WeightsOption = _WORKER.weights,
@@ -53,5 +54,5 @@ def profile(
     )
     if not out.parent.is_dir():
         raise ConfigurationError(f"{out.parent} is not a folder: make it first or give another --out")
-    asked = ProfileOptions(out, hardware, repeats=repeats, max_prompt=max_prompt, max_streams=max_streams)
+    asked = ProfileOptions(out, hardware, repeats, max_prompt, max_streams, limit_s)
     launch.run_profile(config, asked)

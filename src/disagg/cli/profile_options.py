@@ -13,6 +13,7 @@ class ProfileOptions(NamedTuple):
     repeats: int
     max_prompt: int  # tokens of one step
     max_streams: int
+    limit_s: float  # after which no round is begun
 
 
 def say(line: str) -> None:

@@ -24,6 +24,7 @@ def run_profile(config: WorkerConfig, asked: ProfileOptions) -> None:
         engine,
         shapes,
         repeats=asked.repeats,
+        limit_s=asked.limit_s,
         clock=time.perf_counter,
         on_round=lambda done: say(f"round {done} of {asked.repeats + 1} done"),
     )

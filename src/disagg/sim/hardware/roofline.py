@@ -5,6 +5,7 @@ prompts, KV reads over streams), element-wise work and the all-reduces of tensor
 row of vocabulary for each sequence, and what the engine itself costs.
 """
 
+import functools
 from typing import NamedTuple
 
 import msgspec
@@ -14,7 +15,7 @@ from disagg.sim.hardware import catalogue
 from disagg.sim.hardware.catalogue import Accelerator, Link
 from disagg.sim.hardware.efficiency import NO_OVERHEAD, Efficiency, EngineOverhead, bent
 from disagg.sim.hardware.memory import MemoryBudget, max_kv_tokens
-from disagg.sim.hardware.model_shape import ACTIVATION_BYTES, Experts, Matrix, ModelShape
+from disagg.sim.hardware.model_shape import ACTIVATION_BYTES, Matrix, ModelShape
 from disagg.sim.hardware.precision import Precision
 from disagg.sim.hardware.step_model import StepShape
 
@@ -25,6 +26,7 @@ ROTATION_PASSES = 4
 ACTIVATION_PASSES = 3
 # Of latent queries and outputs: written by one multiplication, copied together, read by the next.
 WIDENED_PASSES = 4
+REMEMBERED = 1 << 14  # row counts whose times are kept
 
 
 class ExpertParallel(msgspec.Struct, frozen=True):
@@ -88,6 +90,11 @@ class RooflineModel:
         self.link = link or catalogue.link(device.link)
         self.budget = budget or MemoryBudget()
         self._prepare()
+        # A simulation asks for the same few thousand row counts again and again.
+        self._mixing_s = functools.lru_cache(REMEMBERED)(self._mixing_rows_s)
+        self._dense_s = functools.lru_cache(REMEMBERED)(self._dense_rows_s)
+        self._experts_s = functools.lru_cache(REMEMBERED)(self._expert_rows_s)
+        self._ends_s = functools.lru_cache(REMEMBERED)(self._vocabulary_s)
 
     @property
     def name(self) -> str:
@@ -137,25 +144,26 @@ class RooflineModel:
 
     def _stage_s(self, part: "_Part") -> float:
         """Seconds of one stage for one micro-batch."""
-        model = self.model
-        layers = (model.num_layers - model.num_moe_layers) * self._dense_layer_s(part)
-        layers += model.num_moe_layers * self._moe_layer_s(part)
-        ends = self._vocabulary.seconds(part.sequences, self.efficiency)
-        hops = (self.pp - 1) * self.link.transfer_s(part.rows * model.hidden_size * ACTIVATION_BYTES)
+        seconds = self._num_dense_layers * self._dense_layer_s(part) if self._num_dense_layers else 0.0
+        if self._num_moe_layers:
+            seconds += self._num_moe_layers * self._moe_layer_s(part)
+        seconds += self._ends_s(part.sequences)
+        if self.pp > 1:
+            row_bytes = self.model.hidden_size * ACTIVATION_BYTES
+            seconds = (seconds + (self.pp - 1) * self.link.transfer_s(part.rows * row_bytes)) / self.pp
         over = self.overhead
         engine = over.step_s + over.row_s * part.sequences + over.prompt_token_s * part.prompt_tokens
-        return (layers + ends + hops) / self.pp + engine
+        return seconds + engine
 
     def _dense_layer_s(self, part: "_Part") -> float:
-        dense = sum(product.seconds(part.rows, self.efficiency) for product in self._dense_products)
-        return self._attention_s(part) + dense
+        return self._attending_s(part) + self._mixing_s(part.rows) + self._dense_s(part.rows)
 
     def _moe_layer_s(self, part: "_Part") -> float:
         """With the exchange of expert parallelism, after the computing or behind that of the batch's other half."""
         experts, spread = self.model.experts, self.experts
         if experts is None:
             return 0.0
-        computing = self._attention_s(part) + self._experts_s(part, experts)
+        computing = self._computing_s(part)
         if spread is None:
             return computing
         hidden, per_token = self.model.hidden_size, experts.num_per_token
@@ -163,33 +171,47 @@ class RooflineModel:
         if not spread.is_overlapped:
             return serial
         half = part.share(2)
-        computing = self._attention_s(half) + self._experts_s(half, experts)
-        return min(serial, 2 * max(computing, spread.exchange_s(half.rows, per_token, hidden)))
+        return min(serial, 2 * max(self._computing_s(half), spread.exchange_s(half.rows, per_token, hidden)))
 
-    def _attention_s(self, part: "_Part") -> float:
-        """Everything of one layer but its feed-forward part."""
+    def _computing_s(self, part: "_Part") -> float:
+        """One layer with experts, without their exchange."""
+        return self._attending_s(part) + self._mixing_s(part.rows) + self._experts_s(part.rows)
+
+    def _attending_s(self, part: "_Part") -> float:
+        """What depends on what tokens attend to."""
         eff = self.efficiency
-        seconds = sum(product.seconds(part.rows, eff) for product in self._attention_products)
-        seconds += self._prompt_pair_s * (part.prompt_pairs + eff.prefill_attention_tokens * part.prompt_tokens)
+        seconds = 0.0
+        if part.prompt_tokens:
+            seconds += self._prompt_pair_s * (part.prompt_pairs + eff.prefill_attention_tokens * part.prompt_tokens)
+            # Cached tokens are read once for all the tokens of a prompt.
+            seconds += self._stream_pair_s * part.cached_tokens + eff.attention_s
         if part.streams:
             seconds += max(self._stream_pair_s, self._stream_flop_s) * part.stream_pairs
-            seconds += self._widened_row_s * part.streams
-        if part.prompt_tokens:  # cached tokens are read once for all the tokens of a prompt
-            seconds += self._stream_pair_s * part.cached_tokens
-        seconds += eff.attention_s * ((part.streams > 0) + (part.prompt_tokens > 0))
-        seconds += self._elementwise_row_s * part.rows + eff.elementwise_s
-        return seconds + 2 * self._all_reduce_s(part.rows)
+            seconds += self._widened_row_s * part.streams + eff.attention_s
+        return seconds
 
-    def _experts_s(self, part: "_Part", experts: Experts) -> float:
+    def _mixing_rows_s(self, rows: float) -> float:
+        """What is around attention, whatever is attended to: multiplications, element-wise work, all-reduces."""
+        seconds = sum(product.seconds(rows, self.efficiency) for product in self._attention_products)
+        seconds += self._elementwise_row_s * rows + self.efficiency.elementwise_s
+        return seconds + 2 * self._all_reduce_s(rows)
+
+    def _dense_rows_s(self, rows: float) -> float:
+        return sum(product.seconds(rows, self.efficiency) for product in self._dense_products)
+
+    def _vocabulary_s(self, rows: float) -> float:
+        return self._vocabulary.seconds(rows, self.efficiency)
+
+    def _expert_rows_s(self, rows: float) -> float:
         """The feed-forward part of a layer with experts, of one rank."""
-        eff = self.efficiency
-        spread = self.experts
-        seconds = sum(product.seconds(part.rows, eff) for product in self._shared_products)
-        tokens_everywhere = part.rows * (spread.num_ranks if spread else 1)
-        touched = experts.touched(tokens_everywhere)
+        experts, spread, eff = self.model.experts, self.experts, self.efficiency
+        if experts is None:
+            return 0.0
+        seconds = sum(product.seconds(rows, eff) for product in self._shared_products)
+        touched = experts.touched(rows * (spread.num_ranks if spread else 1))
         if spread is not None:
             touched *= (1 + spread.num_redundant / experts.num_experts) / spread.num_ranks
-        routed_rows = part.rows * experts.num_per_token + eff.matmul_rows * touched
+        routed_rows = rows * experts.num_per_token + eff.matmul_rows * touched
         for product in self._expert_products:
             seconds += bent(routed_rows * product.row_s / eff.expert, touched * product.stream_s) + product.fixed_s
         return seconds
@@ -204,6 +226,8 @@ class RooflineModel:
     def _prepare(self) -> None:
         """Rates that no step changes."""
         model, eff, device = self.model, self.efficiency, self.device
+        self._num_moe_layers = model.num_moe_layers
+        self._num_dense_layers = model.num_layers - model.num_moe_layers
         attention = model.attention
         half = device.flops_s(Precision.BF16)
         memory = device.memory_bytes_s

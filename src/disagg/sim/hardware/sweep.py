@@ -61,20 +61,24 @@ def measure(
     shapes: Sequence[StepShape],
     *,
     repeats: int,
+    limit_s: float,
     clock: Callable[[], float],
     on_round: Callable[[int], None],
 ) -> list[tuple[StepShape, float]]:
     """Each shape with the median of its repeats, in seconds.
 
     All shapes take turns, so that what disturbs the machine for a while hits each of them once; the first round does
-    not count. on_round is told how many rounds are done. KV is whatever the arena holds: times do not depend on it.
-    Raises ConfigurationError for less than one repeat.
+    not count. No round is begun after limit_s, but for the first that counts. on_round is told how many are done. KV is
+    whatever the arena holds: times do not depend on it. Raises ConfigurationError for less than one repeat.
     """
     if repeats < 1:
         raise ConfigurationError(f"repeats={repeats} must be at least 1")
     plans = [plan_of(shape, engine.layout.block_size) for shape in shapes]
     times: list[list[float]] = [[] for _ in plans]
+    started = clock()
     for done in range(repeats + 1):
+        if done > 1 and clock() - started > limit_s:
+            break
         for plan, taken in zip(plans, times, strict=True):
             begun = clock()
             engine.run_step(plan, _ignore)

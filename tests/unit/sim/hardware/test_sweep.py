@@ -52,7 +52,7 @@ class TimedEngine:
 def test_costs_are_found_again_through_disturbed_steps() -> None:
     engine, rounds = TimedEngine(COSTS), list[int]()
     shapes = sweep_shapes(LIMITS)
-    measured = measure(engine, shapes, repeats=5, clock=lambda: engine.now_s, on_round=rounds.append)
+    measured = measure(engine, shapes, repeats=5, limit_s=1e9, clock=lambda: engine.now_s, on_round=rounds.append)
     assert [shape for shape, _ in measured] == shapes
     assert rounds == [1, 2, 3, 4, 5, 6]
     assert engine.num_steps == 6 * len(shapes)
@@ -60,6 +60,14 @@ def test_costs_are_found_again_through_disturbed_steps() -> None:
     assert all(abs(cell.error) < 0.01 for cell in cells_of(measured, found))
     assert found.prompt_token_s == pytest.approx(COSTS.prompt_token_s, rel=0.05)
     assert found.context_token_s == pytest.approx(COSTS.context_token_s, rel=0.05)
+
+
+def test_a_slow_machine_gets_one_round_that_counts_and_no_more() -> None:
+    engine, rounds = TimedEngine(COSTS), list[int]()
+    shapes = sweep_shapes(LIMITS)[:2]
+    measured = measure(engine, shapes, repeats=5, limit_s=0.0, clock=lambda: engine.now_s, on_round=rounds.append)
+    assert rounds == [1, 2]
+    assert len(measured) == 2
 
 
 @given(st.lists(st.floats(1e-4, 10.0), min_size=1, max_size=30))
@@ -94,4 +102,4 @@ def test_nothing_to_measure_is_said() -> None:
         fit_costs([])
     engine = TimedEngine(COSTS)
     with pytest.raises(ConfigurationError, match="repeats=0"):
-        measure(engine, [], repeats=0, clock=lambda: 0.0, on_round=lambda done: None)
+        measure(engine, [], repeats=0, limit_s=1.0, clock=lambda: 0.0, on_round=lambda done: None)
