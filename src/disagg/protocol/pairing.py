@@ -24,7 +24,9 @@ _EQUAL: tuple[tuple[str, Callable[[WorkerCard], object]], ...] = (
     ("head dim", lambda card: card.layout.head_dim),
     ("KV order", lambda card: card.layout.order),
 )
-_ADVICE = {"arithmetic": "; --kernels portable gives CPUs with AMX and without the same, --numerics bounded allows both"}
+_ADVICE = {
+    "arithmetic": "; --kernels portable gives CPUs with AMX and without the same, --numerics bounded allows both"
+}
 
 
 def card_flaw(card: WorkerCard) -> str:
@@ -69,9 +71,7 @@ def is_handoff_pair(source: WorkerCard, destination: WorkerCard) -> bool:
     return (source.role, destination.role) in HANDOFF_ROLES and source.pool.model == destination.pool.model
 
 
-def _refused(
-    one: WorkerCard, other: WorkerCard, what: str, mine: object, theirs: object, advice: str = ""
-) -> Failure:
+def _refused(one: WorkerCard, other: WorkerCard, what: str, mine: object, theirs: object, advice: str = "") -> Failure:
     return Failure(
         FailureKind.INVALID_REQUEST,
         f"{one.worker_id} and {other.worker_id} cannot be paired: {what} {mine} is not {theirs}{advice}",

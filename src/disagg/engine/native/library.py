@@ -90,7 +90,14 @@ class NativeLibrary:
         y = torch.empty(x.shape[0], num_outputs)
         is_half = weights.dtype == torch.float16
         self._library.disagg_product(
-            is_half, not self._is_portable, *x.shape, num_outputs, x.data_ptr(), weights.data_ptr(), _pointer(bias), y.data_ptr()
+            is_half,
+            not self._is_portable,
+            *x.shape,
+            num_outputs,
+            x.data_ptr(),
+            weights.data_ptr(),
+            _pointer(bias),
+            y.data_ptr(),
         )
         return y
 
