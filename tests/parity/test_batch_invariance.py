@@ -232,7 +232,7 @@ def stored(engine: TorchEngine, blocks: list[int], num_tokens: int) -> Tensor:
 
 @pytest.mark.parametrize("weights", Weights)
 def test_every_instruction_set_gives_the_same_portable_bits(weights: Weights, tmp_path: Path) -> None:
-    """So workers on unlike machines may serve one pool in exact mode: as they are with int8, else --kernels portable."""
+    """So unlike machines may serve one pool in exact mode: as they are with int8, else with --kernels portable."""
     library = native()
     path = write_tiny_model(tmp_path, "qwen2", tie_embeddings=False, hidden_size=192)
     prompt = [int(t) for t in torch.randint(TINY_VOCAB, (200,), generator=torch.Generator().manual_seed(3))]

@@ -54,8 +54,9 @@ def test_errors_are_those_of_float32(library: NativeLibrary, weights: Weights, s
             errors.append((error.abs().max().item(), error.pow(2).mean().sqrt().item(), error.mean().item()))
         (tiles_max, tiles_rms, tiles_mean), (plain_max, plain_rms, plain_mean) = errors
         print(
-            f"{weights.value} {num_inputs} -> {num_outputs}, spread {spread:g}: in tiles max {tiles_max:.2e} rms "
-            f"{tiles_rms:.2e} mean {tiles_mean:.1e}; plain max {plain_max:.2e} rms {plain_rms:.2e} mean {plain_mean:.1e}"
+            f"{weights.value} {num_inputs} -> {num_outputs}, spread {spread:g}, max, rms, mean: "
+            f"in tiles {tiles_max:.2e} {tiles_rms:.2e} {tiles_mean:.1e}, "
+            f"plain {plain_max:.2e} {plain_rms:.2e} {plain_mean:.1e}"
         )
         assert tiles_max <= max(plain_max, 2.0**-21)  # where few numbers are added, what is left out weighs more
         assert tiles_rms <= max(plain_rms, 2.0**-23)

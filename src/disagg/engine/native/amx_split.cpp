@@ -42,7 +42,9 @@ static inline void split_pairs(__m512 even, __m512 odd, uint16_t *out) {
 #pragma GCC unroll 3
     for (int64_t part = 0; part < PARTS; part++) {
         __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
-        _mm512_store_si512(out + part * TILE, _mm512_or_si512(upper(odd), low));
+        // low | (odd & mask), in one
+        __m512i both = _mm512_ternarylogic_epi32(low, _mm512_castps_si512(odd), _mm512_set1_epi32(0xFFFF0000), 0xF8);
+        _mm512_store_si512(out + part * TILE, both);
         if (part + 1 < PARTS) even = rest(even), odd = rest(odd);
     }
 }
