@@ -365,7 +365,7 @@ class Dispatcher:
         return opened.choices[sequence_id.choice] if opened is not None and is_known else None
 
     def _deliver(self, opened: OpenRequest, choice: Choice, tokens: list[EmittedToken]) -> None:
-        fresh = [new for token in tokens for new in choice.entry.record(token)]
+        fresh = choice.entry.record_all(tokens)
         if not fresh:
             return
         self.counters.add(GENERATED_TOKENS, len(fresh))

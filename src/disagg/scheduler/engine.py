@@ -19,7 +19,7 @@ class TokenHistory(msgspec.Struct, frozen=True):
     answer_ids: tuple[int, ...]
 
 
-class StepRow(msgspec.Struct, frozen=True):
+class StepRow(msgspec.Struct, frozen=True, gc=False):
     """One sequence's part of a step: tokens to compute and where their KV goes.
 
     token_ids        0 .. n-1      computed now, at positions position .. position+n-1
@@ -35,7 +35,7 @@ class StepRow(msgspec.Struct, frozen=True):
     history: TokenHistory | None = None  # where the sampling has a penalty; nobody else pays for it
 
 
-class StepPlan(msgspec.Struct, frozen=True):
+class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """One forward pass. Rows are independent: no row's result depends on another row."""
 
     step_id: StepId
@@ -52,7 +52,7 @@ class StepPlan(msgspec.Struct, frozen=True):
         return sum(len(row.token_ids) for row in self.rows)
 
 
-class StepResult(msgspec.Struct, frozen=True):
+class StepResult(msgspec.Struct, frozen=True, gc=False):
     """One sampled token for each row that asked for one."""
 
     step_id: StepId
