@@ -7,7 +7,7 @@ import msgspec
 
 from disagg.core.errors import InternalFault
 
-GROWTH = 1.01  # a bucket's upper over its lower bound: the error of a counted percentile is at most half of it
+GROWTH = 1.01  # a bucket's upper over its lower bound
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
@@ -35,8 +35,8 @@ def summary(values: Iterable[float]) -> Summary:
     """Of any numbers."""
     ordered = sorted(values)
     mean = math.fsum(ordered) / len(ordered) if ordered else math.nan
-    quantiles = (percentile(ordered, share) for share in (0.5, 0.9, 0.99))
-    return Summary(len(ordered), mean, *quantiles, ordered[-1] if ordered else math.nan)
+    p50, p90, p99 = (percentile(ordered, share) for share in (0.5, 0.9, 0.99))
+    return Summary(len(ordered), mean, p50, p90, p99, ordered[-1] if ordered else math.nan)
 
 
 class Sketch:
@@ -61,7 +61,7 @@ class Sketch:
         self._counts[bucket] = self._counts.get(bucket, 0) + count
 
     def percentile(self, share: float) -> float:
-        """Within 0.5 % of the exact one; NaN of nothing."""
+        """Within a bucket's width of the exact one, 1 %; NaN of nothing."""
         if not self.num:
             return math.nan
         rank = share * (self.num - 1)
@@ -76,8 +76,8 @@ class Sketch:
 
     def summary(self) -> Summary:
         mean = self.total / self.num if self.num else math.nan
-        quantiles = (self.percentile(share) for share in (0.5, 0.9, 0.99))
-        return Summary(self.num, mean, *quantiles, self.most if self.num else math.nan)
+        p50, p90, p99 = (self.percentile(share) for share in (0.5, 0.9, 0.99))
+        return Summary(self.num, mean, p50, p90, p99, self.most if self.num else math.nan)
 
     def check_invariants(self) -> None:
         if sum(self._counts.values()) + self._num_zero != self.num:

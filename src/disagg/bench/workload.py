@@ -159,7 +159,7 @@ class ClosedWork(msgspec.Struct, frozen=True):
 
 
 class SessionWork(msgspec.Struct, frozen=True, kw_only=True):
-    """Conversations: each turn's prompt is all that was said so far and a new message; it comes think_s after the answer.
+    """Conversations: each turn's prompt is all that was said so far and a new message, think_s after the answer.
 
     Sessions begin by the arrivals' clock. A turn that failed is the session's last.
     """

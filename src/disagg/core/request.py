@@ -59,7 +59,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class EmittedToken(msgspec.Struct, frozen=True, array_like=True):
+class EmittedToken(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The token at one output position (0 is the first token of the answer).
 
     What was asked about the prompt travels with the first token: whoever has that one has all.

@@ -365,10 +365,7 @@ class Dispatcher:
         return opened.choices[sequence_id.choice] if opened is not None and is_known else None
 
     def _deliver(self, opened: OpenRequest, choice: Choice, tokens: list[EmittedToken]) -> None:
-        entry = choice.entry
-        fresh = entry.record(tokens[0])
-        for token in tokens[1:]:
-            fresh += entry.record(token)
+        fresh = choice.entry.record_all(tokens)
         if not fresh:
             return
         self.counters.add(GENERATED_TOKENS, len(fresh))

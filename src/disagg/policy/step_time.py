@@ -153,13 +153,15 @@ class StepTimes:
         """Least squares over costs of 0 or more, held near the last ones where the data say nothing."""
         last = msgspec.structs.astuple(self.costs)
         costs = list(last)
-        holds = [INERTIA / max(scale, cost) ** 2 for scale, cost in zip(self._scales, last, strict=True)]
+        # Written out, since it is done after every step: by coefficient its row, its moment, what holds it where it is.
+        parts = []
+        for gram, moment, scale, old in zip(self._gram, self._moment, self._scales, last, strict=True):
+            hold = INERTIA / max(scale, old) ** 2
+            parts.append((*gram, moment, hold * old, hold))
         for _ in range(SWEEPS):
-            for index, gram in enumerate(self._gram):
-                others = 0.0
-                for coefficient, cost in zip(gram, costs, strict=True):
-                    others += coefficient * cost
-                others -= gram[index] * costs[index]
-                wanted = self._moment[index] - others + holds[index] * last[index]
-                costs[index] = max(0.0, wanted / (gram[index] + holds[index]))
+            for index, (a, b, c, d, e, moment, held, hold) in enumerate(parts):
+                first, second, third, fourth, fifth = costs
+                own = (a, b, c, d, e)[index]
+                others = a * first + b * second + c * third + d * fourth + e * fifth - own * costs[index]
+                costs[index] = max(0.0, (moment - others + held) / (own + hold))
         self.costs = StepCosts(*costs)

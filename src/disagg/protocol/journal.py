@@ -1,5 +1,7 @@
 """What must be known of an open request to continue it elsewhere: prompt, parameters, seed, emitted ids, logprobs."""
 
+from collections.abc import Iterable
+
 from disagg.core.errors import InternalFault
 from disagg.core.ids import SequenceId
 from disagg.core.request import EmittedToken, FinishReason, SequenceSpec, finish_reason
@@ -26,10 +28,6 @@ class JournalEntry:
             return ()
         if token.position >= self.spec.sampling.max_tokens:
             return ()
-        if token.position == len(self.tokens) and not self._early:  # nearly all of them
-            self.tokens.append(token)
-            self.finish = finish_reason(self.spec.sampling, token.token_id, len(self.tokens))
-            return (token,)
         self._early.setdefault(token.position, token)
         fresh: list[EmittedToken] = []
         while self.finish is None and (following := self._early.pop(len(self.tokens), None)) is not None:
@@ -39,6 +37,18 @@ class JournalEntry:
         if self.finish is not None:
             self._early.clear()
         return tuple(fresh)
+
+    def record_all(self, tokens: Iterable[EmittedToken]) -> list[EmittedToken]:
+        """What record() gives for each, in turn."""
+        known, fresh = self.tokens, list[EmittedToken]()
+        for token in tokens:
+            if token.position == len(known) and self.finish is None and not self._early:  # nearly all of them
+                known.append(token)
+                fresh.append(token)
+                self.finish = finish_reason(self.spec.sampling, token.token_id, len(known))
+            else:
+                fresh += self.record(token)
+        return fresh
 
     def check_invariants(self) -> None:
         if [token.position for token in self.tokens] != list(range(len(self.tokens))):

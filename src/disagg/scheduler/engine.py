@@ -29,7 +29,7 @@ class Scoring(msgspec.Struct, frozen=True):
     num_top: int
 
 
-class StepRow(msgspec.Struct, frozen=True):
+class StepRow(msgspec.Struct, frozen=True, gc=False):
     """One sequence's part of a step: tokens to compute and where their KV goes.
 
     token_ids        0 .. n-1      computed now, at positions position .. position+n-1
@@ -46,7 +46,7 @@ class StepRow(msgspec.Struct, frozen=True):
     scoring: Scoring | None = None
 
 
-class StepPlan(msgspec.Struct, frozen=True):
+class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """One forward pass. Rows are independent: no row's result depends on another row."""
 
     step_id: StepId
@@ -70,7 +70,7 @@ class RowScores(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprobs, ...]
 
 
-class StepResult(msgspec.Struct, frozen=True):
+class StepResult(msgspec.Struct, frozen=True, gc=False):
     """One sampled token for each row that asked for one, and scores for each row that asked for them."""
 
     step_id: StepId

@@ -98,9 +98,16 @@ class Handoffs:
 
     def next_wake_s(self) -> float:
         """When on_clock has something to do; infinity when nothing is held for anybody."""
-        if not self._ends(_RENEWING_SOURCE, _LEASED_DESTINATION):
-            return float("inf")
-        return min((self._renew_at_s, *(end.lease_until_s for end in self._leased())))
+        wake_s = float("inf")
+        for sequence in self._state.in_state(*_STATES_WITH_PEER):
+            source, destination = sequence.source, sequence.destination
+            if source is not None and source.state in _RENEWING_SOURCE:
+                wake_s = min(wake_s, self._renew_at_s)
+                if source.state in _LEASED_SOURCE:
+                    wake_s = min(wake_s, source.lease_until_s)
+            if destination is not None and destination.state in _LEASED_DESTINATION:
+                wake_s = min(wake_s, self._renew_at_s, destination.lease_until_s)
+        return wake_s
 
     def _on_cancel_handoff(self, peer: WorkerId, message: CancelHandoff) -> None:
         sequence = self._state.sequences.get(message.handoff_id)

@@ -248,7 +248,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Give waiting WHOLE sequences their blocks, in order: when one does not fit, those behind it wait too."""
         state = self._state
-        if state.is_full():
+        if not state.num_in_state(SequenceState.WAITING) or state.is_full():
             return
         for sequence in self._waiting(Task.WHOLE):
             hashes = state.extend_hashes(sequence, sequence.num_to_read)
@@ -267,7 +267,7 @@ class Scheduler:
     def _ask_reservations(self) -> None:
         """Ask peers for room shortly before the first chunk can run, for a few steps' worth of prompts at most."""
         state = self._state
-        if state.is_full():
+        if not state.num_in_state(SequenceState.WAITING) or state.is_full():
             return
         room = self.config.reserve_ahead * self.config.budget.chunk_tokens
         reading = state.in_state(SequenceState.WAITING, SequenceState.PREFILLING)

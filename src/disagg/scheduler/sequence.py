@@ -31,6 +31,7 @@ class Sequence:
         "attempt",
         "blocks",
         "destination",
+        "has_penalty",
         "hashes",
         "is_counted",
         "is_in_step",
@@ -73,6 +74,7 @@ class Sequence:
         self.blocks: tuple[BlockId, ...] = ()
         self.hashes: list[BlockHash] = []
         self.answer_ids = list(emitted_ids)
+        self.has_penalty = spec.sampling.has_penalty
         self.num_to_read = len(spec.prompt_ids) + len(emitted_ids)
         self.num_computed = 0
         self.num_cached = 0
@@ -207,7 +209,7 @@ class Sequence:
         """The last token of the answer, to get the next."""
         spec, answer_ids = self.spec, self.answer_ids
         last, sampling, output_position = (answer_ids[-1],), spec.sampling, len(answer_ids)
-        history = self._history()
+        history = self._history() if self.has_penalty else None
         return StepRow(spec.sequence_id, last, self.num_computed, self.blocks, sampling, output_position, history)
 
     def _scoring(self, stop: int) -> Scoring | None:
@@ -218,6 +220,6 @@ class Sequence:
         return Scoring(self.spec.prompt_ids[self.num_computed + 1 : stop + 1], num_top)
 
     def _history(self) -> TokenHistory | None:
-        if not self.spec.sampling.has_penalty:
+        if not self.has_penalty:
             return None
         return TokenHistory(self.attempt, self.spec.prompt_ids, tuple(self.answer_ids))

@@ -29,6 +29,7 @@ from disagg.telemetry.metrics import (
     STEPS,
 )
 
+_Ended = tuple[Sequence, StepRow, EmittedToken | None]
 _Row = tuple[Sequence, StepRow]  # of the running step, and whose it is
 
 
@@ -52,19 +53,26 @@ class Steps:
         if self._running is not None:
             return
         streams = self._streams()
-        rows: list[_Row] = [(stream, stream.decode_row()) for stream in streams]
-        shape = StepShape(num_streams=len(rows), stream_context=sum(stream.num_computed + 1 for stream in streams))
+        rows: list[_Row] = []
+        context = 0
+        for stream in streams:
+            stream.is_in_step = True
+            context += stream.num_computed + 1
+            rows.append((stream, stream.decode_row()))
+        shape = StepShape(num_streams=len(rows), stream_context=context)
+        prompts: list[_Row] = []
         for sequence, num_tokens in self._chunks(shape):
-            shape = shape.add_chunk(sequence.num_computed, num_tokens)
-            rows.append((sequence, sequence.prompt_row(num_tokens)))
-        if not rows:
-            return
-        for sequence, _ in rows:
             sequence.is_in_step = True
+            shape = shape.add_chunk(sequence.num_computed, num_tokens)
+            prompts.append((sequence, sequence.prompt_row(num_tokens)))
             if sequence.source is not None:
                 sequence.source.start_step()
+        rows += prompts
+        if not rows:
+            return
         self._rows, self._shape = tuple(rows), shape
-        self._running = StepPlan(StepId(self._next_step), tuple(row for _, row in rows), self._report_every(rows))
+        plan_rows = tuple([row for _, row in rows])
+        self._running = StepPlan(StepId(self._next_step), plan_rows, self._report_every(prompts))
         self._next_step += 1
         self._state.act(RunStep(self._running))
 
@@ -147,12 +155,20 @@ class Steps:
         self._state.step_times.observe(self._shape, event.duration_s)
         sampled: dict[Task, list[EmittedToken]] = {}
         scores = {each.sequence_id: each.logprobs for each in event.result.scores}
+        block_size = self._state.cache.block_size
         for sequence, row, token in self._ended(event.result):
-            if sequence.machine.state in OVER:
+            state = sequence.machine.state
+            if state in OVER:
                 self._state.end_if_unused(sequence)
                 continue
-            self._advance(sequence, row)
-            sequence.prompt_logprobs += scores.get(sequence.sequence_id, ())
+            if state is SequenceState.DECODING:
+                sequence.num_computed += 1
+            else:
+                self._count_prompt(sequence, len(row.token_ids))
+            if sequence.num_computed // block_size > sequence.num_committed:
+                self._commit(sequence)
+            if sequence.needs_prompt_logprobs:
+                sequence.prompt_logprobs += scores.get(sequence.sequence_id, ())
             if token is not None:
                 if sequence.needs_prompt_logprobs:
                     token = msgspec.structs.replace(token, prompt_logprobs=tuple(sequence.prompt_logprobs))
@@ -171,24 +187,31 @@ class Steps:
             self._state.end_if_unused(sequence)
             self._state.fail(sequence, event.failure)
 
-    def _ended(self, result: StepResult) -> list[tuple[Sequence, StepRow, EmittedToken | None]]:
-        """Rows of the step that is over, with their tokens."""
-        tokens = {token.sequence_id: token for token in result.tokens}
+    def _ended(self, result: StepResult) -> list[_Ended]:
+        """Rows of the step that is over, with their tokens, which mostly come in the order of the rows."""
         rows, self._rows, self._running = self._rows, (), None
         for sequence, _ in rows:
             sequence.is_in_step = False
-        return [(sequence, row, tokens.get(sequence.sequence_id)) for sequence, row in rows]
+        if len(result.tokens) == len(rows):
+            ended: list[_Ended] = [
+                (sequence, row, token) for (sequence, row), token in zip(rows, result.tokens, strict=True)
+            ]
+            if all(token and row.sequence_id is token.sequence_id for _, row, token in ended):
+                return ended
+        tokens = {token.sequence_id: token for token in result.tokens}
+        return [(sequence, row, tokens.get(row.sequence_id)) for sequence, row in rows]
 
-    def _advance(self, sequence: Sequence, row: StepRow) -> None:
-        """The row's KV is written: count it, and index the blocks that are full now."""
-        state, num_tokens = self._state, len(row.token_ids)
-        if sequence.num_computed < sequence.num_to_read:
-            state.counters.add(PROMPT_TOKENS_COMPUTED, num_tokens, label=sequence.task.value)
-            state.tenants.charge(sequence.spec.tenant, num_tokens, state.now_s)
+    def _count_prompt(self, sequence: Sequence, num_tokens: int) -> None:
+        """A chunk is written."""
+        state = self._state
+        state.counters.add(PROMPT_TOKENS_COMPUTED, num_tokens, label=sequence.task.value)
+        state.tenants.charge(sequence.spec.tenant, num_tokens, state.now_s)
         sequence.num_computed += num_tokens
+
+    def _commit(self, sequence: Sequence) -> None:
+        """Index the blocks that are full now."""
+        state = self._state
         num_full = sequence.num_computed // state.cache.block_size
-        if num_full <= sequence.num_committed:
-            return
         hashes = state.extend_hashes(sequence, sequence.num_computed)[:num_full]
         if sequence.source is not None:  # a write may be reading its blocks: they stay
             state.cache.commit(hashes, sequence.blocks, sequence.num_committed)

@@ -17,7 +17,7 @@ from disagg.bench.workload import WorkRequest, WorkStream, prompt_ids
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import DisaggError, FailureKind, InternalFault
 from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
-from disagg.core.request import SamplingParams
+from disagg.core.request import EmittedToken, SamplingParams
 from disagg.core.roles import Numerics
 from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
 from disagg.dispatch.config import DispatcherConfig
@@ -43,8 +43,8 @@ from disagg.scheduler import events
 from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.engine import StepPlan
 from disagg.sim.events import EventHeap
-from disagg.sim.links import ComputedLinks, FairLinks
-from disagg.sim.records import FAILED, FINISHED, TURNED_AWAY, OpenRecord, RecordTable
+from disagg.sim.links import ComputedLinks, FairLinks, Links
+from disagg.sim.records import FAILED, FINISHED, TURNED_AWAY, OpenRecord, RecordTable, take_held
 from disagg.sim.scenario import Fault, Fidelity, LinkBreaks, Scenario, WorkerDies, WorkerDrains, WorkerSpec
 from disagg.sim.worker import SimWorker
 
@@ -60,7 +60,7 @@ class SimCluster:
         self.scenario = scenario
         self.heap = EventHeap()
         self.is_small = scenario.fidelity is Fidelity.SMALL
-        self.links = FairLinks(self.heap) if self.is_small else ComputedLinks(self.heap)
+        self.links: Links = FairLinks(self.heap) if self.is_small else ComputedLinks(self.heap)
         self.workers: dict[WorkerId, SimWorker] = {}
         self.ended: list[SimWorker] = []  # earlier incarnations
         self.records = RecordTable()
@@ -220,7 +220,6 @@ class SimCluster:
 
     def _close(self, request_id: RequestId, record: OpenRecord, end: int) -> None:
         del self._open[request_id]
-        record.held.clear()
         for worker_id in record.opened.choices[0].workers if record.opened is not None else ():
             self._holding.get(worker_id, {}).pop(SequenceId(request_id, 0), None)
         self._end(record, end)
@@ -275,21 +274,23 @@ class SimCluster:
         """Note when each token comes; pass on what begins or ends an answer."""
         seen_s = self.heap.now_s + self.scenario.message_s
         holding = self._holding.setdefault(worker.worker_id, {})
-        passed_on = []
+        passed_on: list[EmittedToken] = []
         for token in message.tokens:
-            record = self._open.get(token.sequence_id.request_id)
-            if record is None or token.position != record.num_tokens:
+            sequence_id, position = token.sequence_id, token.position
+            record = self._open.get(sequence_id.request_id)
+            if record is None or position != record.num_tokens:
                 continue  # a repeat, or of a request that has ended
             self.records.note_token(record, seen_s)
             if record.num_tokens == record.request.num_output_tokens:
-                passed_on += [*record.held, token]
-                record.held.clear()
-                holding.pop(token.sequence_id, None)
-            elif token.position == 0:
+                passed_on += take_held(record, sequence_id, position)
+                passed_on.append(token)
+                holding.pop(sequence_id, None)
+            elif position == 0:
                 passed_on.append(token)
             else:
-                record.held.append(token)
-                holding[token.sequence_id] = record
+                if not record.num_held:
+                    holding[sequence_id] = record
+                record.num_held += 1
         if passed_on or message.prompts:
             rest = EmitTokens(tuple(passed_on), message.prompts)
             self.heap.after(self.scenario.message_s, self._hear, worker, rest)
@@ -299,9 +300,8 @@ class SimCluster:
         holding = self._holding.get(worker.worker_id, {})
         for each in [sequence_id] if sequence_id is not None else list(holding):
             record = holding.pop(each, None)
-            if record is not None and record.held:
-                tokens, record.held = tuple(record.held), []
-                self._hear(worker, EmitTokens(tokens))
+            if record is not None and record.num_held:
+                self._hear(worker, EmitTokens(tuple(take_held(record, each, record.num_tokens))))
 
     def to_peer(self, worker: SimWorker, peer: SimWorker, message: WorkerToWorker) -> None:
         self.heap.after(self.scenario.message_s, peer.hear_peer, worker, message)

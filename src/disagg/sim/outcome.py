@@ -11,7 +11,7 @@ from disagg.core.roles import Role
 from disagg.protocol.messages import CounterValue
 from disagg.sim.cluster import SimCluster
 from disagg.sim.records import FAILED, FINISHED, PATHS, TURNED_AWAY, RecordTable
-from disagg.sim.scenario import Scenario, Slo
+from disagg.sim.scenario import Slo
 from disagg.sim.worker import SimWorker
 
 

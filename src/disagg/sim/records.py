@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import msgspec
 
 from disagg.bench.percentiles import Sketch
-from disagg.bench.workload import WorkRequest
+from disagg.bench.workload import ANSWER_LABEL, WorkRequest
 from disagg.core.errors import InternalFault
+from disagg.core.ids import SequenceId
 from disagg.core.request import EmittedToken
 from disagg.dispatch.open_request import OpenRequest
 
@@ -41,9 +42,9 @@ class OpenRecord:
     __slots__ = (
         "arrived_s",
         "first_s",
-        "held",
         "last_s",
         "max_gap_s",
+        "num_held",
         "num_tokens",
         "opened",
         "request",
@@ -58,7 +59,13 @@ class OpenRecord:
         self.started_s = self.first_s = self.second_s = self.last_s = math.nan
         self.max_gap_s = 0.0
         self.num_tokens = 0
-        self.held: list[EmittedToken] = []  # on their way to the router, which is told of them later
+        self.num_held = 0  # of these, the last ones that the router has not been told of
+
+
+def take_held(record: OpenRecord, sequence_id: SequenceId, stop: int) -> list[EmittedToken]:
+    """The tokens that were kept back, which end before position `stop`; now they are not."""
+    num_held, record.num_held = record.num_held, 0
+    return [EmittedToken(sequence_id, position, ANSWER_LABEL) for position in range(stop - num_held, stop)]
 
 
 _COLUMNS = (
@@ -82,7 +89,7 @@ class RecordTable:
 
     def __init__(self) -> None:
         self.number = array("l")
-        self.columns: dict[str, array[float] | array[int]] = {name: array(code) for name, code in _COLUMNS}
+        self.columns: dict[str, array[float]] = {name: array(code) for name, code in _COLUMNS}  # or of whole numbers
         self.gaps = Sketch()
         self._gap_s = 0.0
         self._num_gaps = 0
@@ -97,7 +104,7 @@ class RecordTable:
             arrived_s, ended_s, *numbers = rest
             yield RequestRecord(number, arrived_s, ended_s, ENDS[int(end)], PATHS[int(path)], *numbers)
 
-    def _without_names(self) -> list["array[float] | array[int]"]:
+    def _without_names(self) -> list["array[float]"]:
         return [self.columns[name] for name, _ in _COLUMNS if name not in ("end", "path")]
 
     def note_token(self, record: OpenRecord, now_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What is simulated: workers on described hardware, links between them, limits, targets, work, faults. Frozen values."""
+"""What is simulated: workers on described hardware, links, limits, targets, work, faults. Frozen values."""
 
 import enum
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 class Fidelity(enum.StrEnum):
     """How much of a hand-off is played out.
 
-    SMALL  pushes per layer group over links that share their bandwidth at every moment; all rules checked after every event
+    SMALL  pushes per layer group over links that share their bandwidth at every moment; rules checked after each event
     LARGE  one push per chunk, its arrival computed; tokens between an answer's first and last reach the router with
            the last; rules checked now and then
     """
