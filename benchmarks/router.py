@@ -394,9 +394,8 @@ def show(figures: dict[str, Any]) -> None:
             print(f"{count:7d}  {side:6s}  {cells}{more}")
     idle, whole = figures["idle"], figures["requests"]
     print(f"requests/s {whole['requests_per_s']:.0f}, per CPU-second {whole['requests_per_cpu_s']:.0f}")
-    print(
-        f"512 idle streams: {idle['idle_total_bytes'] / 2**20:.0f} MiB in all, {idle['idle_added_bytes'] / 2**20:.0f} added"
-    )
+    whole_mib, added_mib = (idle[name] / 2**20 for name in ("idle_total_bytes", "idle_added_bytes"))
+    print(f"512 idle streams: {whole_mib:.0f} MiB in all, {added_mib:.0f} of them added")
     speed = figures["64"]["flat_out"]["tokens_per_cpu_s"]
     late = figures["64"]["added"]["token_p99_s"]
     _verdict(f"tokens per CPU-second at 64 streams: {speed:.0f}", speed >= TARGET_TOKENS_PER_CPU_S, "20000 or more")
