@@ -1,8 +1,8 @@
 """Bad clients at a real router: what they cost while they are there, what is left of them, and what others notice.
 
-A thousand connections of four kinds at once: half a request's headers, half a body, a stream that is never read, and one
-that is reset. Meanwhile one good client reads a stream. Printed: memory and descriptors of the router before, during and
-after, and the longest time that the good client waited for a token beyond the worker's pace.
+A thousand connections of four kinds at once: half a request's headers, half a body, a stream that is never read, and
+one that is reset. Meanwhile one good client reads a stream. Printed: memory and descriptors of the router before,
+during and after, and the longest time between two tokens of the good client.
 """
 
 import asyncio
@@ -18,11 +18,12 @@ from disagg.testing.model_files import write_tiny_llama
 from disagg.testing.processes import MarkedProcess
 from fake_worker import LIMIT_S, MAX_CONTEXT, MODEL, FakeWorker
 from harness import cpu_use, foreign_share, heading, options, report_json, warn_of_others
-from router import PACE_S, Client, Progress, http_request, resident_bytes
+from router import Client, Progress, http_request, resident_bytes
 
 NUM_CLIENTS = 1000
 HEADER_TIMEOUT_S = 2.0
 SETTLE_S = 3.0
+PACE_S = 0.25
 HALF_HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le"
 HALF_BODY = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n{"model": "tiny", '
 
