@@ -73,6 +73,8 @@ bench: $(STAMP) ## every benchmark, on a quiet machine: 25 minutes (ARGS=--quick
 	@echo "== hand-off cost"; $(PY) benchmarks/handoff_cost.py $(ARGS)
 	@echo "== recovery"; $(PY) benchmarks/recovery.py $(ARGS)
 	@echo "== overload"; $(PY) benchmarks/overload.py $(ARGS)
+	@echo "== router"; $(PY) benchmarks/router.py $(ARGS)
+	@echo "== bad clients"; $(PY) benchmarks/router_clients.py $(ARGS)
 	@echo "== interference"; $(PY) benchmarks/interference.py $(ARGS)
 
 .PHONY: clean

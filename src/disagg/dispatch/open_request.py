@@ -12,6 +12,8 @@ from disagg.protocol.journal import JournalEntry
 from disagg.protocol.lifecycle import CHOICE_TABLE, ChoiceState
 from disagg.protocol.table import Machine
 
+_OPEN = (ChoiceState.UNPLACED, ChoiceState.PLACED)
+
 
 class Choice:
     """One sequence: its journal entry, where it is placed, and what failed it before."""
@@ -40,7 +42,7 @@ class Choice:
 
     @property
     def is_open(self) -> bool:
-        return self.machine.state in (ChoiceState.UNPLACED, ChoiceState.PLACED)
+        return self.machine.state in _OPEN
 
     @property
     def is_placed(self) -> bool:

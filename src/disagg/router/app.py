@@ -69,13 +69,8 @@ def create_app(
     Without `access` nobody needs a key. Pages of `cors_origins` may ask from a browser ("*": of all).
     `clock` gives Unix time in seconds for "created"; `draw_seed` a seed for a request without one.
     """
-    access = access or Access()
-    served = ServedModels(service, models)
-    writing = Generation(service, served, access, text_threads, limits, clock, draw_seed)
-    telling = Information(service, served, access, text_threads, limits, clock)
-    routes = [
-        Route(path, _guarded(endpoint), methods=[method]) for method, path, endpoint in _endpoints(writing, telling)
-    ]
+    made = endpoints(service, models, text_threads, limits=limits, access=access, clock=clock, draw_seed=draw_seed)
+    routes = [Route(path, _guarded(endpoint), methods=[method]) for method, path, endpoint in made]
     app: ASGIApp = _Site(Router(routes, redirect_slashes=False))
     if cors_origins:
         app = CORSMiddleware(
@@ -104,8 +99,21 @@ class _Site:
             await _routing_error(Request(scope), error)(scope, receive, send)
 
 
-def _endpoints(writing: Generation, telling: Information) -> tuple[tuple[str, str, Endpoint], ...]:
-    """(method, path, who answers)."""
+def endpoints(
+    service: GenerationService,
+    models: Mapping[str, ModelText],
+    text_threads: Executor,
+    *,
+    limits: BodyLimits = DEFAULT_LIMITS,
+    access: Access | None = None,
+    clock: Callable[[], float] = time.time,
+    draw_seed: Callable[[], int] = draw_random_seed,
+) -> tuple[tuple[str, str, Endpoint], ...]:
+    """(method, path, who answers): all there is. Arguments as of create_app."""
+    access = access or Access()
+    served = ServedModels(service, models)
+    writing = Generation(service, served, access, text_threads, limits, clock, draw_seed)
+    telling = Information(service, served, access, text_threads, limits, clock)
     return (
         ("POST", "/v1/chat/completions", writing.chat),
         ("POST", "/v1/completions", writing.completions),

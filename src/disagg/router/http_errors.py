@@ -50,6 +50,8 @@ class HttpError(msgspec.Struct, frozen=True):
         headers: dict[str, str] = {}
         if self.retry_after_s is not None:  # clients count in whole seconds; 0 would be a busy loop
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
+        if self.status in (408, 413):  # the rest of the body may still come, or never
+            headers["Connection"] = "close"
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return Response(self.json, self.status, headers, media_type=JSON)

@@ -4,6 +4,7 @@ import pytest
 from tests.unit.router.site import MakeSite, Site
 
 from disagg import __version__
+from disagg.modelfiles.tokenizer import ModelTokenizer
 from disagg.router.body import BodyLimits
 from disagg.testing.generation import not_ready, ready
 
@@ -92,3 +93,50 @@ async def test_request_ids(site: Site) -> None:
     for insane in ("x" * 300, "a b", ""):
         response = await site.client.get("/version", headers={"X-Request-ID": insane})
         assert response.headers["x-request-id"] not in (insane, "")
+
+
+async def test_tokenize_and_back(site: Site, tokenizer: ModelTokenizer) -> None:
+    text = "hello <|im_end|> ďábelské 🙂"
+    answer = (await site.client.post("/tokenize", json={"model": "tiny", "prompt": text})).json()
+    assert answer == {
+        "count": len(answer["tokens"]),
+        "max_model_len": 4096,
+        "tokens": tokenizer.encode(text),
+        "token_strs": None,
+    }
+    back = await site.client.post("/detokenize", json={"model": "tiny", "tokens": answer["tokens"]})
+    assert back.json() == {"prompt": text}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "return_token_strs": True}
+    chat = (await site.client.post("/tokenize", json=body)).json()
+    assert "".join(chat["token_strs"]) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    open_ended = (await site.client.post("/tokenize", json={**body, "add_generation_prompt": False})).json()
+    assert "".join(open_ended["token_strs"]) == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {"prompt": "x"}, 400, "model"),  # two are served
+        ("/tokenize", {"model": "none", "prompt": "x"}, 404, "model"),
+        ("/tokenize", {"model": "tiny"}, 400, "prompt"),
+        ("/tokenize", {"model": "tiny", "prompt": [1]}, 400, "prompt"),
+        ("/tokenize", {"model": "tiny", "messages": []}, 400, "messages"),
+        ("/detokenize", {"model": "tiny"}, 400, "tokens"),
+        ("/detokenize", {"model": "tiny", "tokens": []}, 400, "tokens"),
+        ("/detokenize", {"model": "tiny", "tokens": ["a"]}, 400, "tokens"),
+        ("/detokenize", {"model": "tiny", "tokens": [10_000]}, 400, "tokens"),
+        ("/detokenize", {"model": "tiny", "tokens": [-1]}, 400, "tokens"),
+    ],
+)
+async def test_bad_tokens(site: Site, path: str, body: dict[str, object], status: int, param: str) -> None:
+    response = await site.client.post(path, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+
+
+async def test_json_that_is_too_deep(make_site: MakeSite) -> None:
+    site = make_site(limits=BodyLimits(max_depth=6))
+    assert (await site.complete(made_up=[[[[1]]]])).status_code == 200
+    for deep in ([[[[[[1]]]]]], {"a": {"b": {"c": {"d": {"e": {}}}}}}):
+        response = await site.complete(made_up=deep)
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
+        assert "6 levels" in response.json()["error"]["message"]

@@ -71,7 +71,8 @@ async def test_headers_that_do_not_come(make_site: MakeSite, sent: bytes) -> Non
 
 
 async def test_a_body_that_does_not_come(make_site: MakeSite) -> None:
-    async with served(make_site(limits=BodyLimits(timeout_s=0.2))) as port:
+    limits = ConnectionLimits(keep_alive_s=10 * DEADLINE_S)  # the refusal itself closes the connection
+    async with served(make_site(limits=BodyLimits(timeout_s=0.2)), limits) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(HEAD + b'\r\n{"model":')
         answer = await until_closed(reader)

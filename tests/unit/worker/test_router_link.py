@@ -155,6 +155,29 @@ async def test_two_workers_register_pair_and_answer() -> None:
         await until(lambda: not is_ready(served))
 
 
+@pytest.mark.parametrize("roles", [(Role.MIXED,), (Role.PREFILL, Role.DECODE)])
+async def test_scores_of_a_prompt_come_once_with_the_first_token(roles: tuple[Role, ...]) -> None:
+    """Over several chunks, and whole again when the prompt's blocks are cached by then."""
+    async with contextlib.AsyncExitStack() as stack:
+        served, address = await stack.enter_async_context(service())
+        for role in roles:
+            made = await stack.enter_async_context(site(role.value, role))
+            await stack.enter_async_context(linked(made, address))
+        await until(lambda: is_ready(served))
+        sampling = SamplingParams(3, temperature=0.0, num_prompt_logprobs=0)
+        request = GenerateRequest("fake", tuple(range(50)), sampling, num_choices=2)
+        for _ in range(2):
+            stream = served.submit(request)
+            answers = [event for event in await read(stream) if isinstance(event, TokensDelivered)]
+            found = [(event.choice, token) for event in answers for token in event.tokens]
+            scored = [(choice, token.position) for choice, token in found if token.prompt_logprobs is not None]
+            assert scored == [(0, 0)]
+            (scores,) = (token.prompt_logprobs for _, token in found if token.prompt_logprobs is not None)
+            assert [each.chosen for each in scores] == [-float(token_id) for token_id in range(1, 50)]
+            assert stream.num_cached_tokens == 0
+            assert len(found) == 6
+
+
 async def test_a_worker_finds_a_router_that_comes_late_and_one_that_comes_back(free_port: int) -> None:
     async with site("m", Role.MIXED) as made, linked(made, f"127.0.0.1:{free_port}"):
         for _ in range(2):
