@@ -79,7 +79,7 @@ def asking(front: Front, answers: list[list[list[Answer]]]) -> Iterator[None]:
 
 def disturb(serve: Serve, front: Front, name: str, how: str, rng: random.Random) -> None:
     """One fault at any moment of a hand-off."""
-    time.sleep(rng.uniform(0.0, 0.4))  # the moment is chance: states are hit in test_shared_memory_writers.py
+    time.sleep(rng.uniform(0.0, 0.4))  # the moment is chance: states are hit in test_late_writers.py
     pid = serve.kill(name, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     if how == "resumed":
         time.sleep(rng.uniform(0.1, 1.0))
