@@ -17,7 +17,8 @@ import pytest
 from tests.e2e.cluster import Answer, Front
 
 from disagg.telemetry import metrics as table
-from disagg.testing.processes import Serve
+from disagg.testing.processes import Serve, wait_until
+from disagg.transport.sharing import SHARING_SECRET
 
 MODEL = "tiny-llama"
 NUM_WORKERS = 3
@@ -50,6 +51,8 @@ def test_neighbours_take_shared_memory_unless_told_otherwise(tiny_llama: Path, t
         counted = front.settled({"prefill": len(PROMPTS)}, before)
         assert counted.total(table.HANDOFF_BYTES) > 0
         taken = [line for line in serve.lines if "goes over" in line]
+        environment = Path(f"/proc/{serve.pid_of('router')}/environ").read_bytes()
+        assert SHARING_SECRET.encode() not in environment  # whoever serves the outside world knows it not
         kind = "shared_memory" if transport == "auto" else "tcp"
         assert taken
         assert all(line.endswith(f"goes over {kind}") for line in taken), taken
@@ -74,19 +77,21 @@ def asking(front: Front, answers: list[list[list[Answer]]]) -> Iterator[None]:
             asked.result(2 * TIMEOUT_S)
 
 
-def disturb(serve: Serve, name: str, how: str, rng: random.Random) -> None:
+def disturb(serve: Serve, front: Front, name: str, how: str, rng: random.Random) -> None:
     """One fault at any moment of a hand-off."""
-    time.sleep(rng.uniform(0.0, 0.4))  # the moment is chance: states are hit in test_shared_memory_writers.py
-    if how == "killed":
-        pid = serve.kill(name, signal.SIGKILL)
-        serve.wait_restarted(name, pid)
-        return
-    pid = serve.kill(name, signal.SIGSTOP)
-    if how == "stopped":  # until the watching processes end it
-        serve.wait_restarted(name, pid)
-    else:
+    time.sleep(rng.uniform(0.0, 0.4))  # the moment is chance: states are hit in test_late_writers.py
+    pid = serve.kill(name, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    if how == "resumed":
         time.sleep(rng.uniform(0.1, 1.0))
         serve.kill(name, signal.SIGCONT)
+    else:  # a stopped one is ended by those who watch it
+        serve.wait_restarted(name, pid)
+        wait_until(lambda: is_whole(front), TIMEOUT_S, f"{name} to be back")
+
+
+def is_whole(front: Front) -> bool:
+    workers = front.cluster().workers
+    return len(workers) == NUM_WORKERS and all(worker.connected for worker in workers)
 
 
 CASES = [
@@ -110,7 +115,8 @@ def test_faults_of_a_writer_spoil_no_answer_and_no_block(
         answers: list[list[list[Answer]]] = []
         with asking(front, answers):
             for number in range(num_faults):
-                disturb(serve, rng.choice(["prefill-0", "prefill-0", "decode-0"]) if number else "prefill-0", how, rng)
+                name = rng.choice(["prefill-0", "prefill-0", "decode-0"]) if number else "prefill-0"
+                disturb(serve, front, name, how, rng)
         assert answers
         assert all(each == expected for each in answers)
         serve.wait_healthy()

@@ -20,10 +20,10 @@ import numpy.typing as npt
 import xxhash
 
 from disagg.core.errors import InternalFault
-from disagg.kvcache.memory import Segment
+from disagg.kvcache.memory import MappableMemory, Segment
 from disagg.transport.segments import copy_views, total_bytes
 
-WINDOW_BYTES = 512 << 10
+WINDOW_BYTES = 256 << 10
 PROGRESS_BYTES = 2 << 20
 LONG_RUN_BYTES = 128 << 10  # above this xxhash and numpy let other threads run, and one call costs little
 MIN_ROW_BYTES = 1024  # smaller rows cost more per byte than runs taken one by one
@@ -32,8 +32,14 @@ Bytes = npt.NDArray[np.uint8]
 _Ints = npt.NDArray[np.int64]
 
 
+def whole_arena(memory: MappableMemory) -> Bytes:
+    """All bytes of an own arena, without mapping it once more."""
+    (view,) = memory.gather((Segment(0, memory.num_bytes),))
+    return np.frombuffer(view, np.uint8)
+
+
 class MappedArena:
-    """An arena of this or another process, mapped from its descriptor (which the caller may close)."""
+    """An arena of another process, mapped from its descriptor (which the caller may close)."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         """Raises InternalFault when the file is not as long as told, OSError when it cannot be mapped."""

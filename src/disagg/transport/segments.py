@@ -2,18 +2,20 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
+from operator import itemgetter
 
 import numpy as np
 
 from disagg.kvcache.memory import Segment
 
+_length_of = itemgetter(1)  # twice as fast as the attribute
 MANY_SEGMENTS = 64  # from here on arrays are faster than a loop
 
 
 def total_bytes(segments: Iterable[Segment]) -> int:
     """Sum of the segments' lengths."""
-    return sum(segment.length for segment in segments)
+    return sum(map(_length_of, segments))
 
 
 class SegmentSet:
@@ -88,21 +90,23 @@ def write_flaw(source: Sequence[Segment], destination: Sequence[Segment], arena_
 
 
 def batches(views: Sequence[memoryview], *, max_bytes: int, max_views: int) -> Iterator[list[memoryview]]:
-    """Cut byte views, in order, into lists of at most `max_views` views and `max_bytes` bytes. Copies nothing."""
-    batch: list[memoryview] = []
-    room = max_bytes
-    for view in views:
-        start, size = 0, view.nbytes
-        while start < size:
-            taken = min(room, size - start)
-            batch.append(view if taken == size else view[start : start + taken])
-            start += taken
-            room -= taken
-            if room == 0 or len(batch) == max_views:
-                yield batch
-                batch, room = [], max_bytes
-    if batch:
-        yield batch
+    """Cut byte views, in order, into lists of at most `max_views` views and `max_bytes` bytes. Copies nothing.
+
+    Only a view longer than `max_bytes` is cut itself.
+    """
+    ends = list(accumulate(view.nbytes for view in views))
+    at = num_bytes = 0  # views and bytes before the next list
+    while at < len(views):
+        stop = bisect_right(ends, num_bytes + max_bytes, at, min(at + max_views, len(views)))
+        if stop > at:
+            if ends[stop - 1] > num_bytes:
+                yield list(views[at:stop])
+        else:
+            stop = at + 1
+            view = views[at]
+            for start in range(0, view.nbytes, max_bytes):
+                yield [view[start : start + max_bytes]]
+        at, num_bytes = stop, ends[stop - 1]
 
 
 def advance(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:

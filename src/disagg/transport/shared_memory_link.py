@@ -30,7 +30,7 @@ from disagg.transport.api import ConnectionLost, Write, WriteFinished, WritesSto
 from disagg.transport.copy_queue import CopyQueue, Ticket
 from disagg.transport.local_stream import LocalStream, abstract_address, peer_pid
 from disagg.transport.outbox import Outbox
-from disagg.transport.runs import MappedArena, copy_buffers, copy_runs
+from disagg.transport.runs import Bytes, MappedArena, copy_buffers, copy_runs
 from disagg.transport.shared_memory_wire import (
     Admission,
     Answer,
@@ -77,11 +77,11 @@ class SharedMemoryLink:
         peer: WorkerId,
         endpoint: Endpoint,
         memory: Memory,
-        source: MappedArena | None,
+        source: Bytes | None,
         config: SharedMemorySenderConfig,
         outbox: Outbox,
     ) -> None:
-        """`source` is the own arena where it can be mapped; `memory` gathers from it where it cannot."""
+        """`source` is the own arena where it is host memory; `memory` gathers from it where it is not."""
         self.peer = peer
         self.endpoint = endpoint
         self._greeting = greeting
@@ -212,7 +212,7 @@ class SharedMemoryLink:
             self._say(Progress(ticket.number, num_bytes))
 
         if self._source is not None:
-            return copy_runs(self._source.bytes, write.source, arena.bytes, write.destination, tell)
+            return copy_runs(self._source, write.source, arena.bytes, write.destination, tell)
         views = self._memory.gather(write.source)
         if sum(view.nbytes for view in views) != sum(length for _, length in write.source):
             raise InternalFault("memory gathered other than the bytes that were asked for")

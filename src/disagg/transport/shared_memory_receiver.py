@@ -36,7 +36,7 @@ from disagg.transport.deadlines import DeadlineWatch, join_all
 from disagg.transport.grants import GrantTable, Refused, Visit
 from disagg.transport.local_stream import LocalStream, abstract_address, open_peer_pidfd, peer_pid
 from disagg.transport.outbox import Outbox
-from disagg.transport.runs import MappedArena, RunSum
+from disagg.transport.runs import RunSum, whole_arena
 from disagg.transport.shared_memory_wire import (
     Admission,
     Answer,
@@ -138,7 +138,7 @@ class SharedMemoryReceiver:
             raise InternalFault("this arena cannot be mapped by others; offer it over tcp alone")
         self._memory = memory
         self._descriptor = memory.descriptor
-        self._arena = MappedArena(memory.descriptor, memory.num_bytes)
+        self._arena = whole_arena(memory)
         self._incarnation = incarnation
         self._domain = domain
         self._fence_timeout_s = fence_timeout_s
@@ -197,7 +197,6 @@ class SharedMemoryReceiver:
         self._outbox.flush()
         if left:
             raise InternalFault(f"threads {left} did not return within {self._close_timeout_s} s; memory blocks them")
-        self._arena.close()
 
     def check_invariants(self) -> None:
         self._grants.check_invariants()
@@ -365,7 +364,7 @@ class SharedMemoryReceiver:
             sender, request.key, request.number, request.tag, request.destination, request.num_bytes, eject
         )
         if isinstance(entry, Visit):
-            summing = RunSum(self._arena.bytes, request.destination)
+            summing = RunSum(self._arena, request.destination)
             writer.permitted[request.ticket] = _Permitted(entry, request.destination, summing)
             writer.say(Permit(request.ticket))
         else:

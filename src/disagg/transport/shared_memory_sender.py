@@ -9,7 +9,7 @@ from disagg.kvcache.memory import MappableMemory, Memory
 from disagg.transport.api import Post, Write, WriteFinished, WritesStopped
 from disagg.transport.deadlines import join_all
 from disagg.transport.outbox import Outbox
-from disagg.transport.runs import MappedArena
+from disagg.transport.runs import Bytes, whole_arena
 from disagg.transport.segments import write_flaw
 from disagg.transport.shared_memory_link import SharedMemoryLink, SharedMemorySenderConfig
 from disagg.transport.shared_memory_wire import Greeting
@@ -32,9 +32,9 @@ class SharedMemorySender:
         self._memory = memory
         self._domain = domain
         self._config = config or SharedMemorySenderConfig()
-        self._source: MappedArena | None = None
+        self._source: Bytes | None = None
         if isinstance(memory, MappableMemory) and memory.descriptor is not None:
-            self._source = MappedArena(memory.descriptor, memory.num_bytes)
+            self._source = whole_arena(memory)
         self._outbox = Outbox(post)
         self._lock = threading.Lock()
         self._links: dict[WorkerId, SharedMemoryLink] = {}
@@ -114,8 +114,6 @@ class SharedMemorySender:
         if left:
             limit_s = self._config.close_timeout_s
             raise InternalFault(f"threads {left} did not return within {limit_s} s; memory is blocking them")
-        if self._source is not None:
-            self._source.close()
 
     def check_invariants(self) -> None:
         with self._lock:

@@ -1,7 +1,10 @@
 """The arena's bytes: offsets, direct and staged access."""
 
+import gc
+import os
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from disagg.core.errors import ConfigurationError, InternalFault
 from disagg.core.spans import KvLayout
 from disagg.engine.arena import KvArena, max_blocks_for
 from disagg.kvcache.memory import Segment
+from disagg.transport.runs import MappedArena
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", block_size=5)
 NUM_BLOCKS = 7
@@ -63,6 +67,31 @@ def test_direct_views_are_the_arena_itself() -> None:
     (view,) = arena.gather([Segment(0, 4)])
     arena.tensor.view(-1)[0] = 1.5
     assert view.cast("f")[0] == 1.5
+
+
+def test_others_map_the_arena_itself_and_cannot_change_its_size() -> None:
+    arena = KvArena(LAYOUT, NUM_BLOCKS)
+    assert arena.descriptor is not None
+    mapped = MappedArena(arena.descriptor, arena.num_bytes)
+    mapped.bytes[:4] = np.frombuffer(np.float32(2.5).tobytes(), np.uint8)
+    assert arena.tensor.view(-1)[0] == 2.5
+    arena.tensor.view(-1)[-1] = 3.5
+    assert mapped.bytes[-4:].view(np.float32)[0] == 3.5
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(arena.descriptor, 0)
+    mapped.close()
+    arena.check_invariants()
+    assert KvArena(LAYOUT, NUM_BLOCKS, is_staged=True).descriptor is None
+
+
+def test_an_arena_gives_its_file_back() -> None:
+    gc.collect()  # those of other tests
+    before = len(os.listdir("/proc/self/fd"))
+    arena = KvArena(LAYOUT, NUM_BLOCKS)
+    assert len(os.listdir("/proc/self/fd")) > before
+    del arena
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize("is_staged", [False, True])

@@ -91,6 +91,16 @@ def test_the_best_common_transport_is_taken_at_the_destination() -> None:
     assert common_endpoint(card("pre-a", endpoints=(TCP,)), card("dec-b", endpoints=(LOCAL, elsewhere))) == elsewhere
 
 
+def test_shared_memory_is_common_within_one_domain_only() -> None:
+    ours, theirs = (Endpoint(TransportKind.SHARED_MEMORY, f"{domain}/{name}") for domain, name in (("a", 1), ("a", 2)))
+    foreign = Endpoint(TransportKind.SHARED_MEMORY, "b/3")
+    elsewhere = Endpoint(TransportKind.TCP, "127.0.0.1:10")
+    source = card("pre-a", endpoints=(TCP, ours))
+    assert common_endpoint(source, card("dec-b", endpoints=(elsewhere, theirs))) == theirs
+    assert common_endpoint(source, card("dec-b", endpoints=(elsewhere, foreign))) == elsewhere
+    assert pairing_failure(source, card("dec-b", endpoints=(foreign,))) is not None
+
+
 @pytest.mark.parametrize("source", Role)
 @pytest.mark.parametrize("destination", Role)
 def test_prompts_are_handed_from_prefill_to_decode_only(source: Role, destination: Role) -> None:

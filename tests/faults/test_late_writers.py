@@ -1,33 +1,38 @@
-"""A writer that is killed, stopped, or goes on too late, at every moment of a write into shared memory.
+"""A writer that is killed, stopped, or goes on too late, at every moment of a write, in shared memory and over tcp.
 
 Blocks are given to somebody else only after the fence, and what that one writes there stays as it is.
 """
 
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
-from tests.faults.writer_process import BYTE, STATES, WRITER
+from tests.faults.writer_process import BYTE, STATES, WRITER, WRITER_INCARNATION
 from tests.unit.transport.rigs import DEADLINE_S, EventLog
 
+from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import SealedBytesMemory
-from disagg.transport.api import GrantFenced, TransportEvent, Write, WriteFinished, WriteLanded, WriterStuck
+from disagg.transport.api import GrantFenced, Sender, TransportEvent, Write, WriteFinished, WriteLanded, WriterStuck
 from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
 from disagg.transport.shared_memory_sender import SharedMemorySender
 from disagg.transport.sharing import draw_domain
+from disagg.transport.tcp_receiver import TcpReceiver
+from disagg.transport.tcp_sender import TcpSender
 
 ARENA_BYTES = 8 << 20
 WHOLE = (Segment(0, ARENA_BYTES),)
 OWNER, NEXT = WorkerId("owner"), WorkerId("next")
+NEXT_INCARNATION = Incarnation(4)
 INCARNATION = Incarnation(7)
 KEY, NEXT_KEY = b"key", b"next"
 ROUNDS = [pytest.param(1, id="once"), pytest.param(10, id="ten times", marks=pytest.mark.slow)]
@@ -37,22 +42,35 @@ PROGRAM = Path(__file__).with_name("writer_process.py")
 class Site:
     """The arena's owner, an honest second writer in this process, and one writer that stops where it is told."""
 
-    def __init__(self, fence_timeout_s: float) -> None:
+    def __init__(self, kind: TransportKind, fence_timeout_s: float) -> None:
         self.domain = draw_domain()
         self.memory = SealedBytesMemory(ARENA_BYTES)
         self.landed, self.sent = EventLog(), EventLog()
-        self.receiver = SharedMemoryReceiver(
-            self.memory, INCARNATION, self.landed.post, self.domain, fence_timeout_s=fence_timeout_s
-        )
-        self.next = SharedMemorySender(NEXT, SealedBytesMemory(data=b"n" * ARENA_BYTES), self.sent.post, self.domain)
-        self.next.connect(OWNER, self.receiver.endpoint, INCARNATION)
+        source = SealedBytesMemory(data=b"n" * ARENA_BYTES)
+        self.receiver: SharedMemoryReceiver | TcpReceiver
+        self.next: Sender
+        if kind is TransportKind.TCP:
+            self.receiver = TcpReceiver(self.memory, INCARNATION, self.landed.post, fence_timeout_s=fence_timeout_s)
+            self.next = TcpSender(NEXT, NEXT_INCARNATION, source, self.sent.post)
+        else:
+            self.receiver = SharedMemoryReceiver(
+                self.memory, INCARNATION, self.landed.post, self.domain, fence_timeout_s=fence_timeout_s
+            )
+            self.next = SharedMemorySender(NEXT, source, self.sent.post, self.domain)
+        self.next.connect(OWNER, self.endpoint_for(NEXT, NEXT_INCARNATION), INCARNATION)
         self.receiver.grant(WRITER, KEY, WHOLE)
+
+    def endpoint_for(self, peer: WorkerId, incarnation: Incarnation) -> Endpoint:
+        """As the paired peer is told it, where that differs between peers."""
+        told: Callable[[WorkerId, Incarnation], Endpoint] | None = getattr(self.receiver, "endpoint_for", None)
+        return self.receiver.endpoint if told is None else told(peer, incarnation)
 
     def start(self, state: str) -> None:
         """Returns when the writer is at that moment of its write."""
         paths = os.pathsep.join([*(path for path in sys.path if path), str(PROGRAM.parents[2])])
         environment = {**os.environ, **self.domain.environment(), "PYTHONPATH": paths}
-        arguments = (state, self.receiver.endpoint.address, str(INCARNATION), KEY.hex(), str(ARENA_BYTES))
+        endpoint = msgspec.msgpack.encode(self.endpoint_for(WRITER, WRITER_INCARNATION)).hex()
+        arguments = (state, endpoint, str(INCARNATION), KEY.hex(), str(ARENA_BYTES))
         self.child = subprocess.Popen(
             [sys.executable, str(PROGRAM), *arguments],
             stdin=subprocess.PIPE,
@@ -99,24 +117,27 @@ def sites() -> Iterator[list[Site]]:
         site.close()
 
 
-def at(sites: list[Site], state: str, fence_timeout_s: float) -> Site:
-    site = Site(fence_timeout_s)
+def at(sites: list[Site], kind: TransportKind, state: str, fence_timeout_s: float) -> Site:
+    site = Site(kind, fence_timeout_s)
     sites.append(site)
     site.start(state)
     return site
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)
-@pytest.mark.parametrize("state", STATES)
-def test_a_killed_writers_blocks_are_fenced_by_its_death(sites: list[Site], state: str, rounds: int) -> None:
+@pytest.mark.parametrize(("kind", "state"), STATES)
+def test_a_killed_writers_blocks_are_fenced_by_its_death(
+    sites: list[Site], kind: TransportKind, state: str, rounds: int
+) -> None:
     for number in range(rounds):
-        site = at(sites, state, 60.0)
+        site = at(sites, kind, state, 60.0)
         if number % 2:  # the withdrawal may come before the death, or after
             site.receiver.revoke(KEY)
-            assert site.landed.of(GrantFenced) == []
+            assert (site.landed.of(GrantFenced) == []) is may_land(kind, state)
         site.child.kill()
         site.child.wait(DEADLINE_S)
-        site.receiver.revoke(KEY)
+        if not number % 2:
+            site.receiver.revoke(KEY)
         assert site.landed.wait(GrantFenced) == [GrantFenced(KEY)]
         assert site.landed.of(WriterStuck) == []
         assert site.landed.of(WriteLanded) == []
@@ -125,12 +146,12 @@ def test_a_killed_writers_blocks_are_fenced_by_its_death(sites: list[Site], stat
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", [state for kind, state in STATES if kind is TransportKind.SHARED_MEMORY])
 def test_a_stopped_writer_is_ended_by_force_and_only_then_are_its_blocks_fenced(
     sites: list[Site], state: str, rounds: int
 ) -> None:
     for _ in range(rounds):
-        site = at(sites, state, 0.4)
+        site = at(sites, TransportKind.SHARED_MEMORY, state, 0.4)
         site.child.send_signal(signal.SIGSTOP)
         states_when_fenced: queue.SimpleQueue[str] = queue.SimpleQueue()
         site.landed.on_event = partial(_note_state, site.child.pid, states_when_fenced)
@@ -147,27 +168,52 @@ def test_a_stopped_writer_is_ended_by_force_and_only_then_are_its_blocks_fenced(
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(("kind", "state"), STATES)
 def test_a_writer_that_goes_on_late_writes_into_quarantined_blocks_only(
-    sites: list[Site], state: str, rounds: int
+    sites: list[Site], kind: TransportKind, state: str, rounds: int
 ) -> None:
     for _ in range(rounds):
-        site = at(sites, state, 60.0)
+        site = at(sites, kind, state, 60.0)
         site.child.send_signal(signal.SIGSTOP)
         site.receiver.revoke(KEY)
-        fenced = threading.Event()
-        site.landed.on_event = lambda event, fenced=fenced: fenced.set()  # type: ignore[misc]
-        assert not fenced.wait(0.1)
+        with pytest.raises(subprocess.TimeoutExpired):
+            site.child.wait(0.1)
         site.child.send_signal(signal.SIGCONT)
-        assert not fenced.wait(0.1)  # it runs, and has not said that it writes no more
+        with pytest.raises(subprocess.TimeoutExpired):
+            site.child.wait(0.1)
+        # It runs, and has not said that it writes no more.
+        assert (site.landed.of(GrantFenced) == []) is may_land(kind, state)
         site.go_on()
         assert site.landed.wait(GrantFenced) == [GrantFenced(KEY)]
-        assert site.memory.read((Segment(ARENA_BYTES - 1, 1),)) == BYTE  # it did write, before the fence
+        did_write = site.memory.read((Segment(ARENA_BYTES - 1, 1),)) == BYTE
+        assert did_write is may_land(kind, state)  # and that before the fence
         site.give_to_next()
-        assert "revoked" in site.read_line()
+        assert re.search("revoked|not granted", site.read_line())
         assert site.child.wait(DEADLINE_S) == 0
         site.assert_all_is_nexts()
         assert [event.key for event in site.landed.of(WriteLanded)] == [NEXT_KEY]
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("state", [state for kind, state in STATES if kind is TransportKind.TCP])
+def test_over_tcp_a_stopped_writer_is_cut_off_and_goes_on_in_vain(sites: list[Site], state: str, rounds: int) -> None:
+    for _ in range(rounds):
+        site = at(sites, TransportKind.TCP, state, 0.2)
+        site.child.send_signal(signal.SIGSTOP)
+        site.receiver.revoke(KEY)
+        assert site.landed.wait(GrantFenced) == [GrantFenced(KEY)]
+        site.give_to_next()
+        site.child.send_signal(signal.SIGCONT)
+        site.go_on()
+        assert site.read_line().startswith("failed")
+        assert site.child.wait(DEADLINE_S) == 0
+        site.assert_all_is_nexts()
+        assert [event.key for event in site.landed.of(WriteLanded)] == [NEXT_KEY]
+
+
+def may_land(kind: TransportKind, state: str) -> bool:
+    """Whether bytes of that writer can still land: over tcp only once the receiver has seen the header."""
+    return kind is TransportKind.SHARED_MEMORY or state != "permitted"
 
 
 def _note_state(pid: int, states: "queue.SimpleQueue[str]", event: TransportEvent) -> None:
