@@ -59,6 +59,10 @@ schedules: $(STAMP) ## many seeded schedules in virtual time: 100,000 of the han
 	DISAGG_WORLDS=$${DISAGG_WORLDS:-100000} DISAGG_SCHEDULES=$${DISAGG_SCHEDULES:-1000} $(PYTEST) --timeout 3600 \
 		tests/property/test_handoff_schedules.py tests/property/test_virtual_cluster.py
 
+.PHONY: fuzz
+fuzz: $(STAMP) ## a million damaged inputs for every decoder behind a socket: no crash, no growth (minutes)
+	$(PY) -m disagg.testing.fuzz $(ARGS)
+
 .PHONY: docs
 docs: $(STAMP) ## rewrite what is generated in docs/
 	$(PY) tools/write_docs.py

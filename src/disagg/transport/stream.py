@@ -50,6 +50,17 @@ class Stream:
         """Send one small item. Raises PeerLost."""
         self._send_all([memoryview(encode(item, body))], 0)
 
+    def send_raw(self, data: bytes) -> None:
+        """Bytes as they are. Raises PeerLost."""
+        self._send_all([memoryview(data)] if data else [], 0)
+
+    def finish_sending(self) -> None:
+        """No byte follows; answers may still come. Raises PeerLost."""
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            raise PeerLost(f"the connection broke while sending: {error}") from error
+
     def send_frame(self, head: bytes, views: Sequence[memoryview], seed: int | None) -> int:
         """Send an encoded header and its payload; the trailer must follow by send_trailer().
 
