@@ -138,7 +138,7 @@ class Stream:
             self._is_shut = self._is_closed = True
             self._sock.close()
 
-    def _send_all(self, views: list[memoryview], flags: int) -> None:
+    def _send_all(self, views: Sequence[memoryview], flags: int) -> None:
         while views:
             if self._is_shut:
                 raise PeerLost("the connection was shut on this side")
