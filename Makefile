@@ -70,6 +70,7 @@ docs: $(STAMP) ## rewrite what is generated in docs/
 .PHONY: bench
 bench: $(STAMP) ## every benchmark, on a quiet machine: 25 minutes (ARGS=--quick: 7)
 	@echo "== transport"; $(PY) benchmarks/transport.py
+	@echo "== TLS, lanes, proofs"; $(PY) benchmarks/secured.py
 	@echo "== hand-off cost"; $(PY) benchmarks/handoff_cost.py $(ARGS)
 	@echo "== recovery"; $(PY) benchmarks/recovery.py $(ARGS)
 	@echo "== overload"; $(PY) benchmarks/overload.py $(ARGS)
