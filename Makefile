@@ -63,6 +63,10 @@ schedules: $(STAMP) ## many seeded schedules in virtual time: 100,000 of the han
 validate: $(STAMP) ## published experiments beside what the simulator says of them (ARGS=CASE for one)
 	$(PY) -m disagg.sim.validation $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(STAMP) ## a million damaged inputs for every decoder behind a socket: no crash, no growth (minutes)
+	$(PY) -m disagg.testing.fuzz $(ARGS)
+
 .PHONY: docs
 docs: $(STAMP) ## rewrite what is generated in docs/
 	$(PY) tools/write_docs.py
@@ -70,6 +74,7 @@ docs: $(STAMP) ## rewrite what is generated in docs/
 .PHONY: bench
 bench: $(STAMP) ## every benchmark, on a quiet machine: 25 minutes (ARGS=--quick: 7)
 	@echo "== transport"; $(PY) benchmarks/transport.py
+	@echo "== TLS, lanes, proofs"; $(PY) benchmarks/secured.py
 	@echo "== hand-off cost"; $(PY) benchmarks/handoff_cost.py $(ARGS)
 	@echo "== recovery"; $(PY) benchmarks/recovery.py $(ARGS)
 	@echo "== overload"; $(PY) benchmarks/overload.py $(ARGS)

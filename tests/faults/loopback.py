@@ -13,9 +13,11 @@ import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from typing import Any
 
+import msgspec
 from tests.unit.worker.rigs import DEADLINE_S, VOCAB, Site, layout, until
 
 from disagg.channel.channel import DEFAULT_BEAT_INTERVAL_S
+from disagg.channel.keys import load_keys
 from disagg.core.ids import Incarnation, SequenceId
 from disagg.core.request import SamplingParams
 from disagg.core.roles import Role
@@ -23,6 +25,7 @@ from disagg.dispatch.config import DispatcherConfig
 from disagg.dispatch.dispatcher import Dispatcher
 from disagg.dispatch.stream import GenerateRequest, RequestFailed, TokensDelivered, TokenStream
 from disagg.kvcache.memory import Landing, Memory, Segment
+from disagg.protocol.messages import PROTOCOL_MAX, PROTOCOL_MIN
 from disagg.router.service import LiveService
 from disagg.scheduler.engine import OnLayers, StepPlan, StepResult
 from disagg.testing.engine import FakeEngine, expected_tokens
@@ -82,11 +85,16 @@ class _Gated:
 
 @contextlib.asynccontextmanager
 async def live_router(
-    port: int = 0, incarnation: int = 5, beat_interval_s: float = DEFAULT_BEAT_INTERVAL_S
+    port: int = 0,
+    incarnation: int = 5,
+    beat_interval_s: float = DEFAULT_BEAT_INTERVAL_S,
+    keys: str = "",
+    protocol: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX),
 ) -> AsyncIterator[tuple[LiveService, str]]:
     """A router without its HTTP side, and the address of its control port."""
     config = DispatcherConfig(Incarnation(incarnation), tokenizer_digests={MODEL: "tok"}, local_prefill_tokens=0)
-    made = LiveService(Dispatcher(config), beat_interval_s=beat_interval_s)
+    config = msgspec.structs.replace(config, protocol_min=protocol[0], protocol_max=protocol[1])
+    made = LiveService(Dispatcher(config), beat_interval_s=beat_interval_s, keys=load_keys(keys))
     address = await made.listen("127.0.0.1", port)
     try:
         yield made, address
@@ -96,13 +104,23 @@ async def live_router(
 
 
 @contextlib.asynccontextmanager
-async def live_worker(name: str, role: Role, address: str, engine: FakeEngine | None = None) -> AsyncIterator[Site]:
+async def live_worker(
+    name: str,
+    role: Role,
+    address: str,
+    engine: FakeEngine | None = None,
+    *,
+    keys: str = "",
+    protocol: tuple[int, int] | None = None,
+) -> AsyncIterator[Site]:
     """A worker that keeps up its connection to the router at this address, or will once it is there."""
-    made = Site(name, role, layout(), NUM_BLOCKS)
+    made = Site(name, role, layout(), NUM_BLOCKS, keys=keys)
     if engine is not None:
         made.engine = engine
     await made.open()
-    link = RouterLink(made.worker, made.peers, address, DEFAULT_BEAT_INTERVAL_S)
+    if protocol is not None:
+        made.peers.card = msgspec.structs.replace(made.peers.card, protocol_min=protocol[0], protocol_max=protocol[1])
+    link = RouterLink(made.worker, made.peers, address, DEFAULT_BEAT_INTERVAL_S, load_keys(keys))
     tasks = [asyncio.create_task(link.run()), asyncio.create_task(link.report_states())]
     try:
         yield made

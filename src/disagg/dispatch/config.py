@@ -4,6 +4,7 @@ import msgspec
 
 from disagg.core.ids import Incarnation
 from disagg.policy.recovery import RecoveryLimits
+from disagg.protocol.messages import PROTOCOL_MAX, PROTOCOL_MIN
 
 RETRY_AFTER_S = 1.0  # what a client is told when nobody can serve it now
 
@@ -17,3 +18,5 @@ class DispatcherConfig(msgspec.Struct, frozen=True):
     max_open_requests: int = 1024
     max_claimed_share: float = 8.0  # promised KV over KV that exists; more is turned away
     recovery: RecoveryLimits = RecoveryLimits()
+    protocol_min: int = PROTOCOL_MIN  # of the messages that this router speaks
+    protocol_max: int = PROTOCOL_MAX

@@ -68,7 +68,7 @@ class Dispatcher:
         self.config = config
         self._decided = on_decided
         self.counters = Counters()
-        self.registry = Registry(config.tokenizer_digests)
+        self.registry = Registry(config.tokenizer_digests, (config.protocol_min, config.protocol_max))
         self._requests: dict[RequestId, OpenRequest] = {}
         self._gate = Gate(config, self.registry, self.counters)
         self._next_number = 0

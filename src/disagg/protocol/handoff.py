@@ -132,4 +132,7 @@ _KEY_DECODER = msgspec.msgpack.Decoder(GrantKey)
 
 def decode_grant_key(key: bytes) -> GrantKey:
     """Raises msgspec.DecodeError for bytes that are no key."""
-    return _KEY_DECODER.decode(key)
+    try:
+        return _KEY_DECODER.decode(key)
+    except RecursionError:
+        raise msgspec.DecodeError("nested too deep to be a key") from None

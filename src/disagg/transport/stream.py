@@ -50,6 +50,17 @@ class Stream:
         """Send one small item. Raises PeerLost."""
         self._send_all([memoryview(encode(item, body))], 0)
 
+    def send_raw(self, data: bytes) -> None:
+        """Bytes as they are. Raises PeerLost."""
+        self._send_all([memoryview(data)] if data else [], 0)
+
+    def finish_sending(self) -> None:
+        """No byte follows; answers may still come. Raises PeerLost."""
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            raise PeerLost(f"the connection broke while sending: {error}") from error
+
     def send_frame(self, head: bytes, views: Sequence[memoryview], seed: int | None) -> int:
         """Send an encoded header and its payload; the trailer must follow by send_trailer().
 
@@ -127,7 +138,7 @@ class Stream:
             self._is_shut = self._is_closed = True
             self._sock.close()
 
-    def _send_all(self, views: list[memoryview], flags: int) -> None:
+    def _send_all(self, views: Sequence[memoryview], flags: int) -> None:
         while views:
             if self._is_shut:
                 raise PeerLost("the connection was shut on this side")

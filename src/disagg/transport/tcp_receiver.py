@@ -277,15 +277,12 @@ class TcpReceiver:
 
         self._watch.after(self._hello_timeout_s, give_up)
         try:
-            stream.handshake()
-            stream.send_item(Item.CHALLENGE, Challenge(connection.nonce))
-            prefix = stream.receive_prefix(Item.HELLO)
-            hello = decode_body(stream.receive_bytes(prefix.num_bytes), prefix, Hello)
-        except TlsRefused as error:
-            raise _Refused(Refusal.NO_TLS, str(error)) from error
+            hello = self._hear_hello(connection)
         except ProtocolViolation as error:
             self._refuse(connection, str(error))
             raise
+        except TlsRefused as error:
+            raise _Refused(Refusal.LATE if is_late.is_set() else Refusal.NO_TLS, str(error)) from error
         except PeerFault as error:
             if is_late.is_set():
                 raise _Refused(Refusal.LATE, f"no whole hello within {self._hello_timeout_s} s") from error
@@ -300,6 +297,13 @@ class TcpReceiver:
             self._strangers.pop(connection, None)
         stream.send_item(Item.WELCOME, Welcome(None))
         return hello.sender
+
+    def _hear_hello(self, connection: _Connection) -> Hello:
+        stream = connection.stream
+        stream.handshake()
+        stream.send_item(Item.CHALLENGE, Challenge(connection.nonce))
+        prefix = stream.receive_prefix(Item.HELLO)
+        return decode_body(stream.receive_bytes(prefix.num_bytes), prefix, Hello)
 
     def _refusal(self, hello: Hello, nonce: bytes) -> str | None:
         if hello.destination_incarnation != self._incarnation:

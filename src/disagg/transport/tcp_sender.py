@@ -44,6 +44,10 @@ class StopCount:
                 del self._left[peer, key]
                 self._outbox.put(WritesStopped(peer, key))
 
+    def check_invariants(self) -> None:
+        with self._lock:
+            assert all(left > 0 for left in self._left.values()), "a key has stopped and is still waited for"
+
 
 class TcpSender:
     """Writes out of `memory` into peers' grants. Threads start with the first write to a peer."""
@@ -197,6 +201,7 @@ class TcpSender:
             links = [*chain.from_iterable(self._links.values()), *self._retired]
             assert not self._is_closed or not self._links, "a closed sender keeps links"
             assert all(link.peer == peer for peer, lanes in self._links.items() for link in lanes)
+        self._stops.check_invariants()
         for link in links:
             link.check_invariants()
 

@@ -1,24 +1,24 @@
 """A Stream under TLS.
 
-OpenSSL's connection must not be used by two threads at once, and a sender reads answers while it writes. So the socket
-does not block: each call into OpenSSL holds a lock for one batch at most, and waiting happens outside of it.
+OpenSSL works on memory here, and the socket below stays the plain one with its time-outs: what a call may wait for, it
+waits for outside of OpenSSL. So the thread that writes and the one that reads answers share a lock for microseconds,
+and many records travel in one system call.
 """
 
 import contextlib
-import select
 import socket
 import ssl
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from disagg.core.errors import PeerLost
 from disagg.transport.segments import advance
 from disagg.transport.stream import Stream
 
-MAX_WRITE_BYTES = 256 << 10  # of one call, so that the other thread gets its turn
-_POLL_S = 1.0  # only where shut() does not wake poll(); Linux wakes at once
+MAX_SEALED_BYTES = 256 << 10  # of plain bytes, before they are sent
+RECEIVE_BYTES = 256 << 10
 
 T = TypeVar("T")
 
@@ -35,71 +35,91 @@ class TlsStream(Stream):
     ) -> None:
         """With a server_name this is the dialling end, which expects that name in the peer's certificate."""
         super().__init__(sock, stall_timeout_s)
-        sock.setblocking(False)
-        self._tls = context.wrap_socket(
-            sock, server_side=server_name is None, server_hostname=server_name, do_handshake_on_connect=False
+        self._arrived, self._sealed = ssl.MemoryBIO(), ssl.MemoryBIO()  # encrypted, from and to the socket
+        self._tls = context.wrap_bio(
+            self._arrived, self._sealed, server_side=server_name is None, server_hostname=server_name
         )
-        self._sock = self._tls  # the plain one has given its descriptor up
-        self._turn = threading.Lock()
+        self._turn = threading.Lock()  # of OpenSSL's connection, which is for one thread at a time
+        self._scratch = memoryview(bytearray(RECEIVE_BYTES))
 
     def handshake(self) -> None:
         """Exchange certificates. Whoever calls bounds the time, by shut(). Raises PeerLost."""
-        self._repeat(self._tls.do_handshake, "agreeing on TLS")
+        try:
+            while not self._try(self._shake, "agreeing on TLS"):
+                self._flush()
+                self._receive_some(_must_not_be_silent)
+            self._flush()
+        except TlsRefused:
+            raise
+        except PeerLost as error:
+            raise TlsRefused(f"no TLS was agreed on: {error}") from error
 
-    def shut(self) -> None:
-        with self._lock:
-            self._is_shut = True
-            if not self._is_closed:
-                with contextlib.suppress(OSError):
-                    # SSLSocket.shutdown() would drop the encryption under a thread that still reads.
-                    socket.socket.shutdown(self._tls, socket.SHUT_RDWR)
+    def _shake(self) -> bool:
+        self._tls.do_handshake()
+        return True
 
-    def _send_all(self, views: list[memoryview], flags: int) -> None:
+    def _send_all(self, views: Sequence[memoryview], flags: int) -> None:
         for view in views:
-            for start in range(0, view.nbytes, MAX_WRITE_BYTES):
-                part = view[start : start + MAX_WRITE_BYTES]
-                self._repeat(lambda part=part: self._tls.send(part), "sending")  # type: ignore[misc]
+            for start in range(0, view.nbytes, MAX_SEALED_BYTES):
+                part = view[start : start + MAX_SEALED_BYTES]
+                with self._turn:
+                    self._tls.write(part)  # into memory: takes all of it at once
+                self._flush(flags)
 
     def _fill(self, views: list[memoryview], may_be_silent: Callable[[], bool] = lambda: False) -> None:
         while views:
-            view = views[0]
-            received = self._repeat(lambda view=view: self._tls.recv_into(view), "receiving", may_be_silent)  # type: ignore[misc]
-            if received == 0:
+            if self._is_shut:
+                raise PeerLost("the connection was shut on this side")
+            received = self._try(partial(self._open_into, views[0]), "receiving")
+            if received is None:
+                self._receive_some(may_be_silent)
+                may_be_silent = _must_not_be_silent
+            elif received == 0:
                 raise PeerLost("the peer closed the connection")
-            may_be_silent = _must_not_be_silent
-            views = advance(views, received)
+            else:
+                views = advance(views, received)
 
-    def _repeat(self, call: Callable[[], T], doing: str, may_be_silent: Callable[[], bool] = lambda: False) -> T:
-        """Call until OpenSSL has what it needs."""
-        stalls_at_s = time.monotonic() + self._stall_timeout_s
+    def _open_into(self, view: memoryview) -> int:
+        return int(self._tls.read(view.nbytes, view))
+
+    def _try(self, call: Callable[[], T], doing: str) -> T | None:
+        """None when OpenSSL needs more bytes of the peer."""
+        try:
+            with self._turn:
+                return call()
+        except ssl.SSLWantReadError:
+            return None
+        except ssl.SSLError as error:
+            with contextlib.suppress(PeerLost):  # the peer is to hear why
+                self._flush()
+            raise TlsRefused(f"TLS failed while {doing}: {error.reason or error}") from error
+
+    def _flush(self, flags: int = 0) -> None:
+        with self._turn:
+            sealed = self._sealed.read()
+        if sealed:
+            super()._send_all([memoryview(sealed)], flags)
+
+    def _receive_some(self, may_be_silent: Callable[[], bool]) -> None:
+        """Whatever the peer has sent, at least one byte."""
         while True:
             if self._is_shut:
                 raise PeerLost("the connection was shut on this side")
             try:
-                with self._turn:
-                    result = call()
-            except ssl.SSLWantReadError:
-                wanted = select.POLLIN
-            except ssl.SSLWantWriteError:
-                wanted = select.POLLOUT
-            except ssl.SSLError as error:
-                raise TlsRefused(f"TLS failed while {doing}: {error.reason or error}") from error
-            except (OSError, ValueError) as error:  # ValueError: closed
-                raise PeerLost(f"the connection broke while {doing}: {error}") from error
-            else:
-                self.touch()
-                return result
-            if not self._wait(wanted) and time.monotonic() >= stalls_at_s and not may_be_silent():
-                raise PeerLost(f"no byte moved for {self._stall_timeout_s} s while {doing}")
-
-    def _wait(self, wanted: int) -> bool:
-        """Whether the socket is ready, within a while."""
-        waiting = select.poll()
-        try:
-            waiting.register(self._tls, wanted)
-        except (OSError, ValueError):
-            raise PeerLost("the connection was shut on this side") from None
-        return bool(waiting.poll(1000 * min(_POLL_S, self._stall_timeout_s)))
+                received = self._sock.recv_into(self._scratch)
+            except BlockingIOError as error:
+                if may_be_silent():
+                    continue
+                text = f"the peer sent no byte for {self._stall_timeout_s} s where one was due"
+                raise PeerLost(text) from error
+            except OSError as error:
+                raise PeerLost(f"the connection broke while receiving: {error}") from error
+            if received == 0:
+                raise PeerLost("the peer closed the connection")
+            self.touch()
+            with self._turn:
+                self._arrived.write(self._scratch[:received])
+            return
 
 
 def _must_not_be_silent() -> bool:

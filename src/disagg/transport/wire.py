@@ -166,7 +166,7 @@ def decode_body(data: bytes | bytearray, prefix: Prefix, kind: type[_T]) -> _T:
         raise ProtocolViolation(f"{kind.__name__} has checksum {found:08x}, its prefix says {prefix.checksum:08x}")
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolViolation(f"{kind.__name__} does not decode: {error}") from error
 
 

@@ -183,7 +183,7 @@ class Courier:
     def _landed(self, handoff_id: HandoffId, event: WriteLanded) -> events.WriteLanded:
         try:
             span = _TAG_DECODER.decode(event.tag).span
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             return events.WriteLanded(handoff_id, Span(0, 0, 0, 0), f"unreadable tag: {error}")
         failure = event.failure
         if failure is None and self.layout.span_bytes(span) != event.num_bytes:

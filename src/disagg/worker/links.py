@@ -100,6 +100,7 @@ class PeerLinks:
         self._refusals: dict[WorkerId, ReportPairing] = {}  # of the announced incarnations
         self._closing: set[asyncio.Task[None]] = set()
         self._measuring: set[asyncio.Task[None]] = set()
+        self._one_at_a_time = asyncio.Lock()  # two probes at once would each see half a link
         self._is_closed = False
         self.report: Callable[[ReportPairing], None] = lambda report: None
 
@@ -131,7 +132,8 @@ class PeerLinks:
 
     async def examine(self) -> tuple[LinkReport, ...]:
         """Every link measured anew, and why others are not there."""
-        await asyncio.gather(*(self._measure(link) for link in list(self._links.values())))
+        for link in list(self._links.values()):
+            await self._measure(link)
         refused = tuple(LinkReport(report.peer, failure=report.failure) for report in self._refusals.values())
         return (*self._reports.values(), *refused)
 
@@ -233,7 +235,8 @@ class PeerLinks:
         measured, failure = None, None
         try:
             if courier.can_measure(peer):
-                measured = await asyncio.get_running_loop().run_in_executor(None, courier.measure, peer)
+                async with self._one_at_a_time:
+                    measured = await asyncio.get_running_loop().run_in_executor(None, courier.measure, peer)
         except (PeerFault, OSError) as error:
             failure = Failure(FailureKind.TRANSFER_FAILED, f"{peer} could not be measured: {error}")
         if link.lost.done() or kind is None:

@@ -231,3 +231,42 @@ def test_help_names_every_field(command: str, config: type[msgspec.Struct], rena
     flags = set(re.findall(r"--([a-z-]+)", result.output))
     names = {renamed.get(field.name, field.name).replace("_", "-") for field in msgspec.structs.fields(config)}
     assert names - {""} <= flags
+
+
+def test_keys_makes_what_the_other_commands_take_and_never_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launched: Launched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "keys")
+    monkeypatch.setattr(sys, "argv", ["disagg", "keys", folder, "--host", "10.0.0.5", "--days", "9"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code in (0, None)
+    assert "it expires on" in capsys.readouterr().err
+    assert run(monkeypatch, "keys", folder, "--host", "10.0.0.5") == 2
+    assert "is there already" in capsys.readouterr().err
+    assert run(monkeypatch, "worker", "m", "--host", "10.0.0.5") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "disagg keys DIR --host 10.0.0.5" in error
+    assert run(monkeypatch, "worker", "m", "--host", "10.0.0.5", "--keys", f"{folder}/10.0.0.5") == 0
+    assert launched.workers[0].keys == f"{folder}/10.0.0.5"
+
+
+def test_serve_gives_its_keys_to_the_router_and_every_worker(
+    monkeypatch: pytest.MonkeyPatch, launched: Launched
+) -> None:
+    assert run(monkeypatch, "serve", "m", "--mixed", "2", "--port", "0", "--keys", "/k") == 0
+    (plan,) = launched.plans
+    assert [plan.router.keys, *(worker.keys for worker in plan.workers)] == ["/k"] * 3
+
+
+def test_doctor_asks_the_router_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, bool]] = []
+
+    def run_doctor(address: str, keys: str, *, as_json: bool) -> int:
+        asked.append((address, keys, as_json))
+        return 1
+
+    monkeypatch.setattr(launch, "run_doctor", run_doctor)
+    assert run(monkeypatch, "doctor", "--router", "h:5", "--keys", "/k", "--json") == 1
+    assert asked == [("h:5", "/k", True)]

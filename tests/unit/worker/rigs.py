@@ -37,7 +37,7 @@ def layout(block_size: int = 4, dtype: str = "float32") -> KvLayout:
 class Site:
     """One worker and everything it has told its router, which is a list."""
 
-    def __init__(self, name: str, role: Role, kv: KvLayout, num_blocks: int) -> None:
+    def __init__(self, name: str, role: Role, kv: KvLayout, num_blocks: int, keys: str = "") -> None:
         self.name = name
         self.engine = FakeEngine(kv, num_blocks, VOCAB)
         self.config = WorkerConfig(
@@ -51,6 +51,7 @@ class Site:
             min_push_bytes=0,
             beat_interval_s=2.5,
             probe_s=0.0,
+            keys=keys,
         )
         self.told: list[WorkerToRouter] = []
         self._changed = asyncio.Event()

@@ -1,0 +1,152 @@
+"""What mutual TLS costs a link, what a second connection gains it, and what proving a grant costs a frame.
+
+    python benchmarks/secured.py [--repeats 9]
+
+64 writes of 1 MiB between two processes over loopback, timed from the first write() to the last WriteFinished
+(connected before). The sides are interleaved in one run; medians are shown, each against one plain connection.
+"""
+
+import argparse
+import json
+import os
+import platform
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from disagg.channel.keys import load_keys
+from disagg.cluster.authority import make_keys
+from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.ids import Incarnation, WorkerId
+from disagg.kvcache.memory import Segment
+from disagg.testing.memory import BytesMemory
+from disagg.transport.api import TransportEvent, Write, WriteFinished
+from disagg.transport.capability import frame_proof, grant_name, pairing_token
+from disagg.transport.tcp_link import TcpSenderConfig
+from disagg.transport.tcp_receiver import TcpReceiver
+from disagg.transport.tcp_sender import TcpSender
+
+WRITE_BYTES = 1 << 20
+NUM_WRITES = 64
+ARENA_BYTES = NUM_WRITES * WRITE_BYTES
+KEY = b"benchmark" * 6
+SECRET = b"benchmark"
+ME, PEER = WorkerId("prefill"), WorkerId("decode")
+MINE, ITS = Incarnation(2), Incarnation(1)
+PLAIN = "one connection"
+SIDES = ((PLAIN, 1, False), ("two connections", 2, False), ("mutual TLS", 1, True), ("mutual TLS, two", 2, True))
+NUM_PROOFS = 20_000
+
+
+def serve(keys_directory: str) -> None:
+    keys = load_keys(keys_directory)
+    assert keys is not None
+    memory = BytesMemory(ARENA_BYTES)
+    receivers = []
+    for _, _, is_encrypted in SIDES:
+        tls = keys.accepting if is_encrypted else None
+        receivers.append(TcpReceiver(memory, ITS, lambda event: None, secret=SECRET, tls=tls))
+        receivers[-1].grant(ME, KEY, [Segment(0, ARENA_BYTES)])
+    print(json.dumps([receiver.endpoint.address for receiver in receivers]), flush=True)
+    sys.stdin.read()
+    for receiver in receivers:
+        receiver.close()
+
+
+class Side:
+    """One way to move 64 MiB."""
+
+    def __init__(self, address: str, num_lanes: int, keys_directory: str, *, is_encrypted: bool) -> None:
+        keys = load_keys(keys_directory)
+        self._events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
+        self._sender = TcpSender(
+            ME,
+            MINE,
+            BytesMemory(data=bytes(range(256)) * (ARENA_BYTES // 256)),
+            self._events.put,
+            TcpSenderConfig(num_lanes=num_lanes),
+            tls=keys.dialling if keys and is_encrypted else None,
+        )
+        self._sender.connect(PEER, Endpoint(TransportKind.TCP, address, pairing_token(SECRET, ME, MINE)), ITS)
+        self._next = 0
+
+    def run(self) -> float:
+        started_s = time.perf_counter()
+        for index in range(NUM_WRITES):
+            run = (Segment(index * WRITE_BYTES, WRITE_BYTES),)
+            self._sender.write(Write(PEER, KEY, self._next, b"", run, run))
+            self._next += 1
+        for _ in range(NUM_WRITES):
+            event = self._events.get(timeout=60)
+            if not isinstance(event, WriteFinished) or event.failure is not None:
+                raise ConnectionError(f"a write failed: {event}")
+        return time.perf_counter() - started_s
+
+    def close(self) -> None:
+        self._sender.close()
+
+
+def measure(repeats: int) -> dict[str, float]:
+    """Median MB/s by side."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_keys(Path(folder) / "keys", ("localhost",), days=1)
+        keys = str(Path(folder) / "keys" / "localhost")
+        child = subprocess.Popen(
+            [sys.executable, __file__, "--serve", keys], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ
+        )
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            addresses = msgspec.json.decode(child.stdout.readline(), type=list[str])
+            sides = {
+                name: Side(address, num_lanes, keys, is_encrypted=is_encrypted)
+                for (name, num_lanes, is_encrypted), address in zip(SIDES, addresses, strict=True)
+            }
+            times: dict[str, list[float]] = {name: [] for name in sides}
+            for _ in range(repeats + 1):  # the first of each is a warm-up
+                for name, side in sides.items():
+                    times[name].append(side.run())
+            for side in sides.values():
+                side.close()
+            child.stdin.close()
+            child.wait(10)
+        finally:
+            child.kill()
+            child.wait()
+            child.stdout.close()
+    return {name: ARENA_BYTES / 1e6 / statistics.median(values[1:]) for name, values in times.items()}
+
+
+def proof_seconds() -> float:
+    """Naming and proving a grant, for one frame, at one end."""
+    started_s = time.perf_counter()
+    for number in range(NUM_PROOFS):
+        grant_name(KEY)
+        frame_proof(KEY, bytes(16), number)
+    return (time.perf_counter() - started_s) / NUM_PROOFS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--serve", default="")
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve)
+        return
+    rates, proof_s = measure(args.repeats), proof_seconds()
+    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {args.repeats} repeats")
+    for name, rate in rates.items():
+        print(f"{name:18} {rate:8.0f} MB/s  {rate / rates[PLAIN]:5.2f} of {PLAIN}")
+    print(f"proof of one frame {1e6 * proof_s:8.1f} us")
+    print(json.dumps({"benchmark": "secured", "mb_per_s": rates, "proof_s": proof_s}))
+
+
+if __name__ == "__main__":
+    main()
