@@ -99,10 +99,17 @@ DESTINATION_TABLE: TransitionTable[DestinationState, DestinationTrigger] = Trans
 
 
 class GrantKey(msgspec.Struct, frozen=True, array_like=True):
-    """Names one reservation for the transport; differs between incarnations and attempts."""
+    """Names one reservation for the transport; differs between incarnations and attempts.
+
+    Each rank of the source writes under a key of its own: its numbers are its own too.
+    """
 
     handoff_id: HandoffId
     fence: Fence
+    source_rank: int = 0
+
+    def of_rank(self, source_rank: int) -> "GrantKey":
+        return GrantKey(self.handoff_id, self.fence, source_rank)
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

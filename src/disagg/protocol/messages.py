@@ -14,6 +14,7 @@ import msgspec
 
 from disagg.core.endpoints import Endpoint
 from disagg.core.errors import Failure
+from disagg.core.formats import KvWire
 from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, FinishReason, SequenceSpec
 from disagg.core.roles import Numerics, Role, Task
@@ -50,9 +51,10 @@ class WorkerCard(msgspec.Struct, frozen=True, array_like=True):
     layout: KvLayout
     num_blocks: int
     control_address: str  # "host:port" where peers connect
-    data_endpoints: tuple[Endpoint, ...]
+    data_endpoints: tuple[Endpoint, ...]  # of each rank, one or more
     protocol_min: int = PROTOCOL_MIN
     protocol_max: int = PROTOCOL_MAX
+    kv_wire: KvWire = KvWire.NATIVE  # how KV travels to and from this worker
 
 
 class CounterValue(msgspec.Struct, frozen=True, array_like=True):

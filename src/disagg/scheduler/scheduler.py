@@ -18,6 +18,7 @@ from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import Fence, HandoffId
 from disagg.core.roles import ROLE_TASKS, Task
 from disagg.kvcache.block_pool import BlockState
+from disagg.kvcache.conversion import lossy_form
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
 from disagg.protocol.messages import AbortSequence, CounterValue, DrainWorker, ReportFailure, StartSequence, WorkerState
 from disagg.scheduler.actions import Action, SendToRouter
@@ -190,19 +191,27 @@ class Scheduler:
             self._next_arrival,
             message.emitted_ids,
             arrived_s=self._state.now_s,
-            root=self._state.root_of(message.spec.cache_salt),
+            root=self._state.root_of(message.spec.cache_salt, self._form(message)),
         )
         self._next_arrival += 1
         if message.peer is not None and message.peer_incarnation is not None:
             mine, theirs = self.config.incarnation, message.peer_incarnation
             if message.task in _SENDS:
                 fence = Fence(mine, theirs, message.attempt)
-                sequence.source = HandoffSource(attempt_id, message.peer, fence, self.config.layout)
+                card = self._state.peers[message.peer]
+                sequence.source = HandoffSource(attempt_id, message.peer, fence, card.layout, card.kv_wire)
             else:
                 fence = Fence(theirs, mine, message.attempt)
                 sequence.destination = HandoffDestination(attempt_id, message.peer, fence)
                 sequence.destination.lease_until_s = self._state.now_s + self.config.lease_s
         self._state.add(sequence)
+
+    def _form(self, message: StartSequence) -> str:
+        """What the KV of this sequence will have lost here."""
+        card = self._state.peers.get(message.peer) if message.peer is not None else None
+        if card is None or message.task not in _RECEIVES:
+            return ""
+        return lossy_form(card.layout, self.config.layout, card.kv_wire)
 
     def _start_failure(self, message: StartSequence) -> Failure | None:
         """Why this worker cannot take this part of this sequence at all."""

@@ -146,9 +146,9 @@ class SchedulerState:
 
     # --- prefixes ----------------------------------------------------------------------------------------------
 
-    def root_of(self, salt: str) -> BlockHash:
-        """Where the chains of block hashes of sequences with this salt begin."""
-        return root_hash(self.config.model_digest, self.config.numerics.value, salt)
+    def root_of(self, salt: str, form: str = "") -> BlockHash:
+        """Where the chains of block hashes of sequences with this salt begin; form: what their KV has lost."""
+        return root_hash(self.config.model_digest, self.config.numerics.value, salt, form)
 
     def extend_hashes(self, sequence: Sequence, num_tokens: int) -> list[BlockHash]:
         """The sequence's own hashes, at least those of the full blocks of its first num_tokens tokens."""
