@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from disagg.core.formats import Kernels, KvDtype, Weights
+from disagg.core.formats import Kernels, KvDtype, KvWire, Weights
 from disagg.core.roles import HandoffMode, Numerics
 
 MODEL = "Model"
@@ -106,6 +106,14 @@ Handoff = Annotated[
 ]
 MinPushBytes = Annotated[
     str, typer.Option("--min-push-bytes", help="Smallest push of KV, such as 256K.", rich_help_panel=HANDOFF)
+]
+KvWireOption = Annotated[
+    KvWire,
+    typer.Option(
+        "--kv-wire",
+        help="KV between workers: as it is stored, or fewer bytes that lose bits (with --numerics bounded).",
+        rich_help_panel=HANDOFF,
+    ),
 ]
 LeaseS = Annotated[
     float, typer.Option(help="Seconds KV is kept for a peer that is not heard of.", rich_help_panel=HANDOFF)

@@ -1,4 +1,4 @@
-"""KV as it is spoken of on the wire: a token range times a layer range times a head range. Block sizes need not match."""
+"""KV as it is spoken of on the wire: token range times layer range times head range. Block sizes need not match."""
 
 import enum
 

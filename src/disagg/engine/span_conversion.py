@@ -12,13 +12,15 @@ import sys
 import threading
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from disagg.core.errors import InternalFault
 from disagg.core.formats import KvWire
 from disagg.core.spans import SCALE_BYTES, KvLayout
-from disagg.engine.arena import TORCH_DTYPES
+from disagg.engine.arena import TORCH_DTYPES, KvArena
 from disagg.kvcache.conversion import SpanRead, landing_rows
 from disagg.kvcache.memory import Landing, Memory, Segment
 from disagg.kvcache.segments import row_strides
@@ -212,6 +214,13 @@ class CodedLanding:
             self._rows.scatter(self._runs, decode_rows(self._coded, self._wire, dtype))
 
 
+def rank_memory(arena: KvArena, wire: KvWire) -> tuple[OutgoingSpans, CodedArena | None]:
+    """What the transports of an arena read and, where it is not the arena itself, land in."""
+    rows = ArenaRows(arena.data, arena.layout, arena.num_blocks)
+    return OutgoingSpans(arena, rows), None if wire is KvWire.NATIVE else CodedArena(arena, rows, wire)
+
+
 def _host_bytes(data: Tensor) -> memoryview:
     """Bytes [n] of a tensor, copied only when it is not in host memory."""
-    return memoryview(data.cpu().numpy()).cast("B")
+    array: npt.NDArray[np.uint8] = data.cpu().numpy()
+    return array.data

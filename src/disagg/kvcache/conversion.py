@@ -109,9 +109,7 @@ def landing_rows(layout: KvLayout, num_blocks: int, wire: KvWire) -> tuple[int, 
     return layout.wire_row_bytes(wire), layout.arena_bytes(num_blocks)
 
 
-def landing_blocks(
-    layout: KvLayout, num_blocks: int, blocks: tuple[BlockId, ...], wire: KvWire
-) -> tuple[Segment, ...]:
+def landing_blocks(layout: KvLayout, num_blocks: int, blocks: tuple[BlockId, ...], wire: KvWire) -> tuple[Segment, ...]:
     """What a peer may write to when it may fill these blocks of one rank's arena."""
     return block_segments(layout, num_blocks, blocks, *landing_rows(layout, num_blocks, wire))
 

@@ -40,11 +40,9 @@ def card_flaw(card: WorkerCard) -> str:
 
 
 def layout_flaw(layout: KvLayout) -> str:
-    """What makes a layout of positive sizes unusable; "" when KV can be moved into and out of it. Nothing is guessed."""
+    """What makes a layout of positive sizes contradict itself; "" for nothing."""
     if layout.dtype not in DTYPE_BYTES:
         return f"KV dtype {layout.dtype!r} is not one of {', '.join(DTYPE_BYTES)}"
-    if layout.order not in [order.value for order in KvOrder]:
-        return f"KV order {layout.order!r} is not one of {', '.join(KvOrder)}"
     if layout.is_latent and layout.num_kv_heads != 1:
         return f"latent KV has 1 row per token, not {layout.num_kv_heads} kv heads"
     for what, whole, shards in (
@@ -68,6 +66,9 @@ def pairing_failure(one: WorkerCard, other: WorkerCard) -> Failure | None:
     for what, value in _EQUAL:
         if value(one) != value(other):
             return _refused(one, other, what, value(one), value(other))
+    orders = [card.layout.order for card in (one, other)]
+    if not {*orders} <= {order.value for order in KvOrder}:  # even two that are equal: nothing is guessed
+        return _refused(one, other, "KV order", orders[0], orders[1], f"; known are {', '.join(KvOrder)}")
     if not common_endpoints(one, other) or not common_endpoints(other, one):
         mine, theirs = (_offer(card) for card in (one, other))
         return _refused(one, other, "transports offered", mine, theirs)
@@ -89,7 +90,11 @@ def common_endpoints(source: WorkerCard, destination: WorkerCard) -> tuple[Endpo
 
 def _offer(card: WorkerCard) -> str:
     kinds = ",".join(sorted({each.kind for each in card.data_endpoints}))
-    return kinds if card.layout.num_ranks == 1 else f"{kinds} at {len(card.data_endpoints)} of {card.layout.num_ranks} ranks"
+    return (
+        kinds
+        if card.layout.num_ranks == 1
+        else f"{kinds} at {len(card.data_endpoints)} of {card.layout.num_ranks} ranks"
+    )
 
 
 def is_handoff_pair(source: WorkerCard, destination: WorkerCard) -> bool:
@@ -97,8 +102,8 @@ def is_handoff_pair(source: WorkerCard, destination: WorkerCard) -> bool:
     return (source.role, destination.role) in HANDOFF_ROLES and source.pool.model == destination.pool.model
 
 
-def _refused(one: WorkerCard, other: WorkerCard, what: str, mine: object, theirs: object) -> Failure:
+def _refused(one: WorkerCard, other: WorkerCard, what: str, mine: object, theirs: object, more: str = "") -> Failure:
     return Failure(
         FailureKind.INVALID_REQUEST,
-        f"{one.worker_id} and {other.worker_id} cannot be paired: {what} {mine} is not {theirs}",
+        f"{one.worker_id} and {other.worker_id} cannot be paired: {what} {mine} is not {theirs}{more}",
     )

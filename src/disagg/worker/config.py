@@ -4,7 +4,7 @@ import msgspec
 
 from disagg.channel.channel import DEFAULT_BEAT_INTERVAL_S
 from disagg.core.errors import ConfigurationError
-from disagg.core.formats import Kernels, KvDtype, Weights
+from disagg.core.formats import Kernels, KvDtype, KvWire, Weights
 from disagg.core.roles import HandoffMode, Numerics, Role
 
 
@@ -30,6 +30,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 64  # sequences in one step
     handoff: HandoffMode = HandoffMode.LAYERWISE
     min_push_bytes: int = 2 << 20
+    kv_wire: KvWire = KvWire.NATIVE  # of KV to and from peers; others than native lose bits
     lease_s: float = 30.0
     progress_timeout_s: float = 10.0  # without a finished layer, or a turn of the loop: the process ends itself
     drain_timeout_s: float = 60.0  # for what runs, once told to end
@@ -54,6 +55,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, value, least in limits:
             if value is not None and value < least:
                 raise ConfigurationError(f"{name} is {value}: it must be at least {least}")
+        if self.kv_wire is not KvWire.NATIVE and self.numerics is Numerics.EXACT:
+            text = f"kv_wire {self.kv_wire.value} loses bits, which exact numerics do not allow"
+            raise ConfigurationError(f"{text}: add --numerics bounded or leave it out")
         if self.itl_target_s < 0:
             raise ConfigurationError(f"itl_target_s is {self.itl_target_s:g}: give seconds, or 0 for no target")
         for name, seconds in (("lease_s", self.lease_s), ("beat_interval_s", self.beat_interval_s)):

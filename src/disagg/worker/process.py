@@ -18,8 +18,8 @@ from disagg.scheduler.config import SchedulerConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.worker.config import WorkerConfig
-from disagg.worker.courier import Courier, MakeMovers, Mover
-from disagg.worker.engines import LoadedEngine, load_engine
+from disagg.worker.courier import Courier, MakeMovers, Mover, rank_names
+from disagg.worker.engines import LoadedEngine, RankMemory, load_engine
 from disagg.worker.links import PeerLinks, RouterLink
 from disagg.worker.watchdog import Watchdog
 from disagg.worker.worker import Worker
@@ -99,8 +99,10 @@ async def start_worker(
         num_blocks=engine.num_blocks,
         control_address="",
         data_endpoints=(),
+        kv_wire=config.kv_wire,
     )
-    courier = Courier(card, _tcp(config, loaded, worker_id, incarnation))
+    memories = zip(rank_names(card), loaded.rank_memories, strict=True)
+    courier = Courier(card, *(_tcp(config, memory, name, incarnation) for name, memory in memories))
     worker = Worker(scheduler_config(config, loaded, incarnation), engine, courier, watchdog)
     peers = PeerLinks(worker, courier.card, config.beat_interval_s)
     await peers.listen(config.host)
@@ -127,12 +129,14 @@ def scheduler_config(config: WorkerConfig, loaded: LoadedEngine, incarnation: In
     )
 
 
-def _tcp(config: WorkerConfig, loaded: LoadedEngine, worker_id: WorkerId, incarnation: Incarnation) -> MakeMovers:
-    memory = loaded.engine.memory
+def _tcp(config: WorkerConfig, memory: RankMemory, name: WorkerId, incarnation: Incarnation) -> MakeMovers:
+    """Transports of one rank."""
+    reads, lands_in = memory.outgoing or memory.arena, memory.incoming or memory.arena
     return lambda post: {
         TransportKind.TCP: Mover(
-            TcpSender(worker_id, incarnation, memory, post),
-            TcpReceiver(memory, incarnation, post, host=config.host),
+            TcpSender(name, incarnation, reads, post),
+            TcpReceiver(lands_in, incarnation, post, host=config.host),
+            memory.outgoing,
         )
     }
 

@@ -15,7 +15,7 @@ from disagg.cli.main import app, main
 from disagg.cluster.command_line import router_arguments, worker_arguments
 from disagg.cluster.plan import LocalPlan
 from disagg.core.errors import ConfigurationError
-from disagg.core.formats import Kernels, KvDtype, Weights
+from disagg.core.formats import Kernels, KvDtype, KvWire, Weights
 from disagg.core.roles import HandoffMode, Numerics, Role
 from disagg.router.config import RouterConfig
 from disagg.worker.config import WorkerConfig
@@ -87,6 +87,7 @@ def test_every_worker_field_survives_the_command_line(launched: Launched, monkey
         max_running=8,
         handoff=HandoffMode.SYNC,
         min_push_bytes=1,
+        kv_wire=KvWire.FP8,
         lease_s=1.5,
         progress_timeout_s=3.5,
         drain_timeout_s=4.5,

@@ -9,7 +9,7 @@ from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.roles import Numerics, Role
 from disagg.core.spans import KvLayout
 from disagg.protocol.messages import PoolCard, WorkerCard
-from disagg.protocol.pairing import card_flaw, common_endpoint, is_handoff_pair, pairing_failure
+from disagg.protocol.pairing import card_flaw, common_endpoints, is_handoff_pair, pairing_failure
 
 replace = msgspec.structs.replace
 TCP = Endpoint(TransportKind.TCP, "127.0.0.1:9")
@@ -87,8 +87,12 @@ def test_without_a_common_transport_both_offers_are_named() -> None:
 
 def test_the_best_common_transport_is_taken_at_the_destination() -> None:
     elsewhere = Endpoint(TransportKind.TCP, "127.0.0.1:10")
-    assert common_endpoint(card("pre-a", endpoints=(TCP, LOCAL)), card("dec-b", endpoints=(elsewhere, LOCAL))) == LOCAL
-    assert common_endpoint(card("pre-a", endpoints=(TCP,)), card("dec-b", endpoints=(LOCAL, elsewhere))) == elsewhere
+    assert common_endpoints(card("pre-a", endpoints=(TCP, LOCAL)), card("dec-b", endpoints=(elsewhere, LOCAL))) == (
+        LOCAL,
+    )
+    assert common_endpoints(card("pre-a", endpoints=(TCP,)), card("dec-b", endpoints=(LOCAL, elsewhere))) == (
+        elsewhere,
+    )
 
 
 @pytest.mark.parametrize("source", Role)
