@@ -19,7 +19,7 @@ import random
 
 import msgspec
 import pytest
-from tests.faults.test_class_e_wrong_output import counted, prompt_kv
+from tests.faults.test_class_e_wrong_output import check_only_between_rounds, counted, prompt_kv
 from tests.faults.unlike import HEAD_DIM, NUM_HEADS, NUM_LAYERS, UnlikeSite, unlike, unlike_site
 from tests.unit.protocol.test_pairing import card
 from tests.unit.worker.rigs import meet, sequence_id, site, until
@@ -83,6 +83,7 @@ def test_f4_128_at_once_between_unlike_layouts(pair: tuple[tuple[int, int], tupl
     cluster.start_worker("prefill-0", Role.PREFILL, layout=layouts[0], num_blocks=30)
     decode = cluster.start_worker("decode-0", Role.DECODE, layout=layouts[1], num_blocks=30)
     cluster.time.run(until=lambda: cluster.is_ready)
+    check_only_between_rounds(cluster)
     for _ in range(128):
         prompt = tuple(rng.randrange(900) for _ in range(rng.randint(1, 40)))
         cluster.submit(GenerateRequest(MODEL, prompt, GREEDY))
@@ -236,7 +237,7 @@ async def both_settled(prefill: UnlikeSite, decode: UnlikeSite) -> None:
     ],
 )
 def test_f_what_cannot_be_moved_is_refused_when_they_meet(changes: dict[str, object], said: str) -> None:
-    one = msgspec.structs.replace(card("p"), layout=msgspec.structs.replace(unlike(8), **changes))  # type: ignore[arg-type]
+    one = msgspec.structs.replace(card("p"), layout=msgspec.structs.replace(unlike(8), **changes))
     other = msgspec.structs.replace(card("d", Role.DECODE), layout=unlike(16))
     failure = pairing_failure(one, other)
     assert failure is not None
