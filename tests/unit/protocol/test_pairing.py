@@ -5,6 +5,7 @@ import pytest
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import FailureKind
+from disagg.core.formats import KvWire
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.roles import Numerics, Role
 from disagg.core.spans import KvLayout
@@ -50,6 +51,27 @@ def test_each_difference_is_named_with_both_values(field: str) -> None:
     back = pairing_failure(other, one)
     assert back is not None
     assert back.message.index(str(values[1])) < back.message.rindex(str(values[0]))
+
+
+def test_the_wire_is_fixed_at_pairing_and_one_that_loses_bits_needs_bounded_numerics() -> None:
+    bounded = replace(card("pre-a").pool, numerics=Numerics.BOUNDED)
+    one, other = (replace(card(name), pool=bounded, kv_wire=KvWire.INT8) for name in ("pre-a", "dec-b"))
+    assert pairing_failure(one, other) is None
+    for wire in (KvWire.NATIVE, KvWire.FP8):
+        failure = pairing_failure(one, replace(other, kv_wire=wire))
+        assert failure is not None
+        assert f"KV wire int8 is not {wire.value}" in failure.message
+    exact = replace(card("pre-a"), kv_wire=KvWire.INT8)
+    failure = pairing_failure(exact, exact)
+    assert failure is not None
+    assert "KV wire int8 loses bits, which exact numerics do not allow" in failure.message
+
+
+def test_dtypes_may_differ_where_numerics_are_bounded() -> None:
+    bounded = replace(card("pre-a").pool, numerics=Numerics.BOUNDED)
+    one = replace(card("pre-a"), pool=bounded)
+    for dtype in ("float16", "bfloat16"):
+        assert pairing_failure(one, replace(one, layout=replace(one.layout, dtype=dtype))) is None
 
 
 def test_block_size_pool_size_context_and_client_name_may_differ() -> None:
