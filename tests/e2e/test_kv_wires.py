@@ -79,4 +79,4 @@ def test_the_same_prompt_again_is_answered_from_what_came_before(front: Front, n
     assert front.complete(name, prompt, 12) == answers[0]
     front.wait_idle(NUM_WORKERS)
     seen = front.settled({"prefill": 1, "decode": 1}, before)
-    assert seen.total(table.PROMPT_TOKENS_RECEIVED, worker=f"decode-{name}") <= 16
+    assert seen.total(table.PROMPT_TOKENS_RECEIVED, worker=f"decode-{name}") <= 32

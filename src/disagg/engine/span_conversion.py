@@ -82,22 +82,33 @@ class ArenaRows:
 def encode_rows(rows: Tensor, wire: KvWire) -> Tensor:
     """rows [n, head_dim] as a compressed wire: [n, SCALE_BYTES + head_dim] uint8. The scale is the row's largest."""
     largest = _LARGEST[wire]
-    numbers = rows.float()
-    scale = numbers.abs().amax(1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny * largest).div_(largest)
+    scale = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_()).float()
+    scale.clamp_(min=torch.finfo(torch.float32).tiny * largest).div_(largest)
+    scaled = torch.div(rows, scale)  # float32 for every dtype of the rows
+    codes = (scaled.round_() if wire is KvWire.INT8 else scaled).to(_CODES[wire])
     coded = torch.empty(rows.shape[0], SCALE_BYTES + rows.shape[1], dtype=torch.uint8, device=rows.device)
     coded[:, :SCALE_BYTES] = scale.view(torch.uint8)
-    scaled = numbers / scale
-    if wire is KvWire.INT8:
-        scaled.round_()
-    coded[:, SCALE_BYTES:].view(_CODES[wire]).copy_(scaled)
+    coded[:, SCALE_BYTES:] = codes.view(torch.uint8)
     return coded
 
 
 def decode_rows(coded: Tensor, wire: KvWire, dtype: torch.dtype) -> Tensor:
     """What encode_rows() made, as rows [n, head_dim] of dtype."""
     scale = coded[:, :SCALE_BYTES].contiguous().view(torch.float32)
-    numbers = coded[:, SCALE_BYTES:].view(_CODES[wire]).float()
-    return numbers.mul_(scale).to(dtype)
+    codes = coded[:, SCALE_BYTES:].view(torch.int8)
+    if wire is KvWire.INT8:
+        return codes.float().mul_(scale).to(dtype)
+    return _widened(codes).float().mul_(scale.mul_(_E4M3_STEP)).to(dtype)
+
+
+_E4M3_STEP = 256.0  # between the exponents of float8 e4m3 and float16 that are written alike
+
+
+def _widened(codes: Tensor) -> Tensor:
+    """e4m3 numbers as float16 of 1/256 of their value, by moving their bits: torch's own cast takes twice the time."""
+    bits = codes.to(torch.int16)
+    sign = bits.bitwise_and(-(1 << 15))
+    return bits.bitwise_and_(0x7F).bitwise_left_shift_(7).bitwise_or_(sign).view(torch.float16)
 
 
 class OutgoingSpans:
