@@ -111,7 +111,7 @@ KvWireOption = Annotated[
     KvWire,
     typer.Option(
         "--kv-wire",
-        help="KV between workers: as it is stored, or fewer bytes that lose bits (with --numerics bounded).",
+        help="KV between workers: native as it is stored; int8 in fewer bytes, with --numerics bounded.",
         rich_help_panel=HANDOFF,
     ),
 ]

@@ -22,7 +22,6 @@ class KvWire(enum.StrEnum):
     """Of KV on its way to a peer."""
 
     NATIVE = "native"  # as it is stored where it goes
-    FP8 = "fp8"  # e4m3 with a scale per (token, head)
     INT8 = "int8"  # with a scale per (token, head)
 
 

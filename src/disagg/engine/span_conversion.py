@@ -30,8 +30,7 @@ if sys.byteorder != "little":
 
 ADDRESS_STEP = 1 << 40  # bytes between the addresses of two reads: more than any span takes
 MAX_READS = 1 << 20
-_LARGEST = {KvWire.INT8: 127.0, KvWire.FP8: 448.0}
-_CODES = {KvWire.INT8: torch.int8, KvWire.FP8: torch.float8_e4m3fn}
+LARGEST_CODE = 127.0
 
 
 class ArenaRows:
@@ -79,36 +78,21 @@ class ArenaRows:
         self.rows.index_copy_(0, index.to(self.rows.device), rows.to(self.rows.device, self.rows.dtype))
 
 
-def encode_rows(rows: Tensor, wire: KvWire) -> Tensor:
-    """rows [n, head_dim] as a compressed wire: [n, SCALE_BYTES + head_dim] uint8. The scale is the row's largest."""
-    largest = _LARGEST[wire]
+def encode_rows(rows: Tensor) -> Tensor:
+    """rows [n, head_dim] as the int8 wire has them: [n, SCALE_BYTES + head_dim] uint8; the largest number is 127 scales."""
     scale = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_()).float()
-    scale.clamp_(min=torch.finfo(torch.float32).tiny * largest).div_(largest)
-    scaled = torch.div(rows, scale)  # float32 for every dtype of the rows
-    codes = (scaled.round_() if wire is KvWire.INT8 else scaled).to(_CODES[wire])
+    scale.clamp_(min=torch.finfo(torch.float32).tiny * LARGEST_CODE).div_(LARGEST_CODE)
+    codes = torch.div(rows, scale).round_().to(torch.int8)  # divided as float32, whatever the rows are
     coded = torch.empty(rows.shape[0], SCALE_BYTES + rows.shape[1], dtype=torch.uint8, device=rows.device)
     coded[:, :SCALE_BYTES] = scale.view(torch.uint8)
     coded[:, SCALE_BYTES:] = codes.view(torch.uint8)
     return coded
 
 
-def decode_rows(coded: Tensor, wire: KvWire, dtype: torch.dtype) -> Tensor:
+def decode_rows(coded: Tensor, dtype: torch.dtype) -> Tensor:
     """What encode_rows() made, as rows [n, head_dim] of dtype."""
     scale = coded[:, :SCALE_BYTES].contiguous().view(torch.float32)
-    codes = coded[:, SCALE_BYTES:].view(torch.int8)
-    if wire is KvWire.INT8:
-        return codes.float().mul_(scale).to(dtype)
-    return _widened(codes).float().mul_(scale.mul_(_E4M3_STEP)).to(dtype)
-
-
-_E4M3_STEP = 256.0  # between the exponents of float8 e4m3 and float16 that are written alike
-
-
-def _widened(codes: Tensor) -> Tensor:
-    """e4m3 numbers as float16 of 1/256 of their value, by moving their bits: torch's own cast takes twice the time."""
-    bits = codes.to(torch.int16)
-    sign = bits.bitwise_and(-(1 << 15))
-    return bits.bitwise_and_(0x7F).bitwise_left_shift_(7).bitwise_or_(sign).view(torch.float16)
+    return coded[:, SCALE_BYTES:].view(torch.int8).float().mul_(scale).to(dtype)
 
 
 class OutgoingSpans:
@@ -166,7 +150,7 @@ class OutgoingSpans:
             if read.wire is KvWire.NATIVE:
                 made = rows.to(TORCH_DTYPES[read.dtype])
             else:
-                made = encode_rows(rows, read.wire)
+                made = encode_rows(rows)
             return made.view(torch.uint8).flatten()
 
     def landing(self, segments: Sequence[Segment]) -> Landing:
@@ -185,7 +169,6 @@ class CodedArena:
     def __init__(self, memory: Memory, rows: ArenaRows, wire: KvWire) -> None:
         self._memory = memory
         self._rows = rows
-        self._wire = wire
         self._row_bytes, self._first = landing_rows(rows.layout, rows.num_blocks, wire)
 
     @property
@@ -203,15 +186,14 @@ class CodedArena:
             if offset < self._first or rest or length % self._row_bytes or offset + length > self.num_bytes:
                 raise InternalFault(f"segment {offset}+{length} is not whole rows of {self._row_bytes} coded bytes")
             runs.append((first, length // self._row_bytes))
-        return CodedLanding(self._rows, self._wire, self._row_bytes, runs)
+        return CodedLanding(self._rows, self._row_bytes, runs)
 
 
 class CodedLanding:
     """Coded rows of one frame; commit() decodes them into the arena."""
 
-    def __init__(self, rows: ArenaRows, wire: KvWire, row_bytes: int, runs: list[tuple[int, int]]) -> None:
+    def __init__(self, rows: ArenaRows, row_bytes: int, runs: list[tuple[int, int]]) -> None:
         self._rows = rows
-        self._wire = wire
         self._runs = runs
         self._coded = torch.empty(sum(count for _, count in runs), row_bytes, dtype=torch.uint8)
 
@@ -222,7 +204,7 @@ class CodedLanding:
     def commit(self) -> None:
         with torch.inference_mode():
             dtype = TORCH_DTYPES[self._rows.layout.dtype]
-            self._rows.scatter(self._runs, decode_rows(self._coded, self._wire, dtype))
+            self._rows.scatter(self._runs, decode_rows(self._coded, dtype))
 
 
 def rank_memory(arena: KvArena, wire: KvWire) -> tuple[OutgoingSpans, CodedArena | None]:

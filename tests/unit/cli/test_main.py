@@ -87,7 +87,7 @@ def test_every_worker_field_survives_the_command_line(launched: Launched, monkey
         max_running=8,
         handoff=HandoffMode.SYNC,
         min_push_bytes=1,
-        kv_wire=KvWire.FP8,
+        kv_wire=KvWire.INT8,
         lease_s=1.5,
         progress_timeout_s=3.5,
         drain_timeout_s=4.5,

@@ -69,4 +69,4 @@ def test_bytes_are_counted_as_they_travel() -> None:
 def test_a_cast_loses_bits_unless_it_widens(source: str, destination: str, form: str) -> None:
     one, other = (KvLayout(3, 1, 2, dtype, 4) for dtype in (source, destination))
     assert lossy_form(one, other, KvWire.NATIVE) == form
-    assert lossy_form(one, other, KvWire.FP8) == "fp8"
+    assert lossy_form(one, other, KvWire.INT8) == "int8"
