@@ -79,7 +79,7 @@ class ArenaRows:
 
 
 def encode_rows(rows: Tensor) -> Tensor:
-    """rows [n, head_dim] as the int8 wire has them: [n, SCALE_BYTES + head_dim] uint8; the largest number is 127 scales."""
+    """rows [n, head_dim] as the int8 wire has them: [n, SCALE_BYTES + head_dim] uint8; a row.s largest is 127."""
     scale = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_()).float()
     scale.clamp_(min=torch.finfo(torch.float32).tiny * LARGEST_CODE).div_(LARGEST_CODE)
     codes = torch.div(rows, scale).round_().to(torch.int8)  # divided as float32, whatever the rows are

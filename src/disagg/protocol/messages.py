@@ -65,6 +65,13 @@ class CounterValue(msgspec.Struct, frozen=True, array_like=True):
     total: float
 
 
+class LinkState(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker has learned of its way to one peer."""
+
+    peer: WorkerId
+    bytes_per_s: float
+
+
 class WorkerState(msgspec.Struct, frozen=True, array_like=True):
     """What a worker says of itself with every beat. A hint to routers: the worker's answer decides."""
 
@@ -79,6 +86,7 @@ class WorkerState(msgspec.Struct, frozen=True, array_like=True):
     num_waiting_tokens: int = 0  # prompt tokens not yet computed
     counters: tuple[CounterValue, ...] = ()
     step_costs: tuple[float, ...] = ()  # learned coefficients of its step time, as in policy.step_time.StepCosts
+    links: tuple[LinkState, ...] = ()  # to the peers that it has sent KV to
 
 
 # --- worker -> router -------------------------------------------------------------------------------------------

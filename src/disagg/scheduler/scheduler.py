@@ -20,7 +20,15 @@ from disagg.core.roles import ROLE_TASKS, Task
 from disagg.kvcache.block_pool import BlockState
 from disagg.kvcache.conversion import lossy_form
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
-from disagg.protocol.messages import AbortSequence, CounterValue, DrainWorker, ReportFailure, StartSequence, WorkerState
+from disagg.protocol.messages import (
+    AbortSequence,
+    CounterValue,
+    DrainWorker,
+    LinkState,
+    ReportFailure,
+    StartSequence,
+    WorkerState,
+)
 from disagg.scheduler.actions import Action, SendToRouter
 from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.destination import HandoffDestination
@@ -126,6 +134,7 @@ class Scheduler:
             num_waiting_tokens=sum(s.num_unread_tokens for s in sequences if s.task not in _RECEIVES),
             counters=tuple(CounterValue(*item) for item in self._state.counters.items()),
             step_costs=msgspec.structs.astuple(self._state.step_times.costs),
+            links=tuple(LinkState(peer, link.bytes_per_s) for peer, link in self._state.links.items()),
         )
 
     def check_invariants(self) -> None:
@@ -165,6 +174,7 @@ class Scheduler:
             self._state.ignore(event)
             return
         del self._state.peers[event.peer]
+        self._state.links.pop(event.peer, None)
         failure = Failure(FailureKind.WORKER_LOST, f"worker {event.peer} was lost: {event.reason}")
         for sequence in list(self._state.sequences.values()):
             end = sequence.source or sequence.destination

@@ -1,6 +1,7 @@
 """The sending end of one hand-off: which span goes when, what is acknowledged, what is kept for how long."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from disagg.core.formats import KvWire
 from disagg.core.ids import BlockId, Fence, HandoffId, WorkerId
@@ -12,6 +13,12 @@ from disagg.protocol.table import Machine
 from disagg.scheduler.actions import PushSpan
 
 MAX_TRIES = 2  # of one push; a second failure gives the hand-off up
+
+
+class _Outstanding(NamedTuple):
+    push: PushSpan
+    num_tries: int
+    sent_s: float
 
 
 class HandoffSource:
@@ -37,7 +44,7 @@ class HandoffSource:
         self._layout = layout
         self._wire = wire
         self._next_number = 0
-        self._outstanding: dict[int, tuple[PushSpan, int]] = {}  # push, tries so far
+        self._outstanding: dict[int, _Outstanding] = {}
         self._pushed_layers = 0  # of the running step
 
     def is_of(self, peer: WorkerId, fence: Fence) -> bool:
@@ -95,23 +102,26 @@ class HandoffSource:
         self._pushed_layers = num_layers
         return [self._push(span, blocks)]
 
-    def acknowledge(self, number: int) -> None:
-        """A push is verified at the other end. Unknown numbers are repeats."""
-        known = self._outstanding.pop(number, None)
-        if known is None:
-            return
-        num_bytes = self._bytes_of(known[0].span)
+    def send(self, number: int, now_s: float) -> None:
+        """A push goes to the transport now."""
+        self._outstanding[number] = self._outstanding[number]._replace(sent_s=now_s)
+
+    def acknowledge(self, number: int) -> tuple[int, float]:
+        """A push is verified at the other end: its bytes, and when it was sent. It must be outstanding."""
+        known = self._outstanding.pop(number)
+        num_bytes = self._bytes_of(known.push.span)
         self.acknowledged_bytes += num_bytes
         if self.state is SourceState.OPEN:
             self.hidden_bytes += num_bytes
+        return num_bytes, known.sent_s
 
     def retry(self, number: int) -> PushSpan | None:
         """The push to send again after a failure, or None when it has failed too often (or is not known)."""
         known = self._outstanding.get(number)
-        if known is None or known[1] >= MAX_TRIES:
+        if known is None or known.num_tries >= MAX_TRIES:
             return None
-        self._outstanding[number] = (known[0], known[1] + 1)
-        return known[0]
+        self._outstanding[number] = known._replace(num_tries=known.num_tries + 1)
+        return known.push
 
     def is_outstanding(self, number: int) -> bool:
         return number in self._outstanding
@@ -141,7 +151,7 @@ class HandoffSource:
             destination_blocks=self.answer.blocks,
             destination_num_blocks=self.answer.num_blocks,
         )
-        self._outstanding[push.number] = (push, 1)
+        self._outstanding[push.number] = _Outstanding(push, 1, 0.0)
         self._next_number += 1
         return push
 
