@@ -14,22 +14,27 @@
 The fake engine's answer is a hash over all KV that it reads: a row in the wrong place is a wrong answer.
 """
 
+import asyncio
 import itertools
 import random
 
 import msgspec
 import pytest
+import torch
 from tests.faults.test_class_e_wrong_output import check_only_between_rounds, counted, prompt_kv
 from tests.faults.unlike import HEAD_DIM, NUM_HEADS, NUM_LAYERS, UnlikeSite, unlike, unlike_site
 from tests.unit.protocol.test_pairing import card
+from tests.unit.transport.rigs import Relay
 from tests.unit.worker.rigs import meet, sequence_id, site, until
 
 from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.formats import KvWire
 from disagg.core.ids import BlockId, SequenceId
 from disagg.core.request import SamplingParams
 from disagg.core.roles import HandoffMode, Role, Task
-from disagg.core.spans import KvLayout, KvOrder, Span
+from disagg.core.spans import SCALE_BYTES, KvLayout, KvOrder, Span
 from disagg.dispatch.stream import GenerateRequest
+from disagg.engine.span_conversion import decode_rows, encode_rows
 from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.pairing import pairing_failure
 from disagg.telemetry import metrics as table
@@ -175,6 +180,56 @@ async def test_f_a_worker_whose_memory_cannot_turn_spans_says_so_and_nothing_is_
         assert decode.tokens(0) == []
         await prefill.settled()
         await decode.settled()
+
+
+async def test_f_a_turned_push_that_arrives_damaged_at_one_rank_is_sent_again_to_all_and_counted() -> None:
+    """Ranks whose part had landed take it as a repeat; nothing is decoded before all parts are right."""
+    source, target = unlike(8, KvOrder.HEADS, heads=2), unlike(4, heads=4)
+    prompt = tuple(range(45))
+    async with unlike_site("p", Role.PREFILL, source) as prefill, unlike_site("d", Role.DECODE, target) as decode:
+        ends = list(decode.peers.card.data_endpoints)
+        relay = Relay(ends[2].address)
+        ends[2] = Endpoint(TransportKind.TCP, relay.address, 2)
+        decode.peers.card = msgspec.structs.replace(decode.peers.card, data_endpoints=tuple(ends))
+        try:
+            await meet(prefill, decode)
+            start(prefill, decode, 0, (1, 2, 3))  # says hello
+            await decode.until(lambda: bool(decode.reports(0)))
+            relay.flip_ahead(200)  # a header is shorter, the parts of a push are longer
+            start(prefill, decode, 1, prompt)
+            await decode.until(lambda: bool(decode.reports(1)) or bool(decode.failures))
+            assert decode.failures == prefill.failures == []
+            check_tokens(decode, 1, prompt)
+            assert counted(prefill, table.PUSH_RETRIES) == counted(decode, table.LANDINGS_REJECTED) == 1
+            await both_settled(prefill, decode)
+        finally:
+            await asyncio.to_thread(relay.close)
+
+
+async def test_f_a_compressed_wire_lands_decoded_between_unlike_ranks() -> None:
+    """float16 on two ranks to float32 on one: what is kept is what each row's code says."""
+    source = unlike(8, KvOrder.HEADS, heads=2, dtype="float16")
+    async with (
+        unlike_site("p", Role.PREFILL, source, wire=KvWire.INT8) as prefill,
+        unlike_site("d", Role.DECODE, unlike(16), wire=KvWire.INT8) as decode,
+    ):
+        await meet(prefill, decode)
+        start(prefill, decode, 0, tuple(range(30)))
+        await until(lambda: blocks_of(decode, 0) is not None)
+        blocks, (sequence,) = blocks_of(decode, 0), prefill.worker.scheduler._state.sequences.values()
+        assert blocks is not None
+        sent_from = sequence.blocks
+        await decode.until(lambda: bool(decode.reports(0)) or bool(decode.failures))
+        assert decode.failures == prefill.failures == []
+        span = Span(0, 30, 0, NUM_LAYERS)
+        rows = torch.frombuffer(bytearray(prefill.engine.read(sent_from, span)), dtype=torch.float16)
+        expected = decode_rows(encode_rows(rows.view(-1, HEAD_DIM)), torch.float32)
+        found = torch.frombuffer(bytearray(decode.engine.read(blocks, span)), dtype=torch.float32)
+        # The fake engine's bytes are any numbers, or none.
+        torch.testing.assert_close(found, expected.flatten(), rtol=0, atol=0, equal_nan=True)
+        assert found.isfinite().double().mean() > 0.9
+        assert counted(prefill, table.HANDOFF_BYTES) == NUM_LAYERS * 2 * 30 * NUM_HEADS * (HEAD_DIM + SCALE_BYTES)
+        await both_settled(prefill, decode)
 
 
 async def test_f_an_abort_in_the_middle_of_many_ranks_leaves_nothing_at_either_end() -> None:

@@ -3,14 +3,14 @@
 import contextlib
 from collections.abc import AsyncIterator
 
+import msgspec
 import torch
 from tests.unit.worker.rigs import VOCAB, Site
 
 from disagg.core.formats import KvWire
-from disagg.core.ids import BlockId
 from disagg.core.roles import Numerics, Role
 from disagg.core.spans import KvLayout, KvOrder
-from disagg.engine.span_conversion import ArenaRows, OutgoingSpans
+from disagg.engine.span_conversion import ArenaRows, CodedArena, OutgoingSpans
 from disagg.kvcache.memory import Segment
 from disagg.protocol.messages import PoolCard
 from disagg.testing.engine import FakeEngine
@@ -41,21 +41,26 @@ def rows_of(memory: BytesMemory, layout: KvLayout, num_blocks: int) -> ArenaRows
     return ArenaRows(torch.frombuffer(view, dtype=torch.uint8), layout, num_blocks)
 
 
-def rank_memories(engine: FakeEngine) -> tuple[RankMemory, ...]:
+def rank_memories(engine: FakeEngine, wire: KvWire) -> tuple[RankMemory, ...]:
     """What the transports of each rank read and land in."""
     memories = []
     for rank, memory in enumerate(engine.memories):
         rows = rows_of(memory, engine.layout.rank_layout(rank), engine.num_blocks)
-        memories.append(RankMemory(memory, OutgoingSpans(memory, rows)))
+        coded = None if wire is KvWire.NATIVE else CodedArena(memory, rows, wire)
+        memories.append(RankMemory(memory, OutgoingSpans(memory, rows), coded))
     return tuple(memories)
 
 
 class UnlikeSite(Site):
     """A worker of as many ranks as its layout says; all of them in this process."""
 
+    wire = KvWire.NATIVE
+
     async def open(self) -> None:
-        pool = PoolCard("fake", "weights", "tok", Numerics.EXACT, VOCAB, max_context=256)
-        self.memories = rank_memories(self.engine)
+        numerics = Numerics.EXACT if self.wire is KvWire.NATIVE else Numerics.BOUNDED
+        self.config = msgspec.structs.replace(self.config, numerics=numerics, kv_wire=self.wire)
+        pool = PoolCard("fake", "weights", "tok", numerics, VOCAB, max_context=256)
+        self.memories = rank_memories(self.engine, self.wire)
         loaded = LoadedEngine(self.engine, pool, self.memories)
         self.worker, self.peers = await start_worker(self.config, loaded)
         self.worker.attach_router(self.tell)
@@ -68,14 +73,13 @@ class UnlikeSite(Site):
 
 
 @contextlib.asynccontextmanager
-async def unlike_site(name: str, role: Role, kv: KvLayout, num_blocks: int = 64) -> AsyncIterator[UnlikeSite]:
+async def unlike_site(
+    name: str, role: Role, kv: KvLayout, num_blocks: int = 64, wire: KvWire = KvWire.NATIVE
+) -> AsyncIterator[UnlikeSite]:
     made = UnlikeSite(name, role, kv, num_blocks)
+    made.wire = wire
     await made.open()
     try:
         yield made
     finally:
         await made.close()
-
-
-NATIVE = KvWire.NATIVE
-BLOCKS = tuple(BlockId(block) for block in range(64))
