@@ -123,6 +123,8 @@ class KvLayout(msgspec.Struct, frozen=True, array_like=True):
 
     def rank_layout(self, rank: int) -> "KvLayout":
         """One rank's own arena, as if it were a worker of its own."""
+        if self.num_ranks == 1:
+            return self
         part = self.rank_span(rank)
         return msgspec.structs.replace(
             self, num_layers=part.num_layers, num_kv_heads=part.num_heads, head_shards=1, layer_shards=1

@@ -30,11 +30,6 @@ class LinkRate:
         """0.0 while nothing is known."""
         return self._num_bytes / self._seconds if self._seconds > 0 else 0.0
 
-    def wire_s(self, num_bytes: int) -> float:
-        """Predicted time of so many bytes on a link that carries nothing else; 0.0 while nothing is known."""
-        rate = self.bytes_per_s
-        return num_bytes / rate if rate else 0.0
-
     def check_invariants(self) -> None:
         if self._num_bytes < 0 or self._seconds < 0:
             raise InternalFault(f"{self._num_bytes} bytes in {self._seconds} s were seen on a link")
