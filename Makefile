@@ -67,6 +67,7 @@ docs: $(STAMP) ## rewrite what is generated in docs/
 bench: $(STAMP) ## every benchmark, on a quiet machine: 25 minutes (ARGS=--quick: 7)
 	@echo "== transport"; $(PY) benchmarks/transport.py
 	@echo "== hand-off cost"; $(PY) benchmarks/handoff_cost.py $(ARGS)
+	@echo "== KV wires"; $(PY) benchmarks/kv_wire.py $(ARGS)
 	@echo "== recovery"; $(PY) benchmarks/recovery.py $(ARGS)
 	@echo "== overload"; $(PY) benchmarks/overload.py $(ARGS)
 	@echo "== interference"; $(PY) benchmarks/interference.py $(ARGS)
