@@ -32,9 +32,6 @@ from disagg.transport.capability import pairing_token
 from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
 from disagg.transport.shared_memory_sender import SharedMemorySender
 from disagg.transport.sharing import SharingDomain, draw_domain, take_domain
-from disagg.testing.memory import BytesMemory
-from disagg.transport.api import TransportEvent, Write, WriteFinished
-from disagg.transport.capability import pairing_token
 from disagg.transport.tcp_link import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender

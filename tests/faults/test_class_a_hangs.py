@@ -511,7 +511,7 @@ async def test_a14_kv_larger_than_the_transport_takes_at_once_goes_through_in_pi
         served, address = await stack.enter_async_context(live_router())
         decode = await stack.enter_async_context(live_worker("d", Role.DECODE, address))
         prefill = await stack.enter_async_context(live_worker("p", Role.PREFILL, address))
-        sender = prefill.worker.courier._movers[TransportKind.TCP].sender
+        sender = prefill.worker.courier._ranks[0][TransportKind.TCP].sender
         assert isinstance(sender, TcpSender)
         sender._config = msgspec.structs.replace(sender._config, max_inflight_bytes=most)
         await paired(served)

@@ -5,7 +5,7 @@
 | E1 | blocks of a dropped hand-off go to somebody else while its source still writes | virtual time, TCP |
 | E3 | no drift: thousands of answers of a cluster of unlike workers, every one compared | virtual time |
 | E4 | one worker's context is smaller than the other's: 400, and not a token | virtual time, HTTP |
-| E5 | only block sizes are converted yet: all pairs bit by bit; other shapes never pair | virtual time, TCP |
+| E5 | all pairs of block sizes bit by bit, other layouts in class F; other shapes never pair | virtual time, TCP |
 | E6 | there is no tier yet; what is stored elsewhere is a push: none before its KV is written | scheduler, TCP |
 | E7 | an unknown layout is refused, not guessed; and "equal" is not the equality of nothing: bytes were counted | TCP |
 | E8 | two revisions of one shape never exchange KV: the digest is of the weights | virtual time; tests/e2e/test_pools |
@@ -289,7 +289,7 @@ def prompt_kv(layout: KvLayout, prompt: tuple[int, ...]) -> bytes:
     return b"".join(
         kv_bytes(layout, token, position, layer, kv)
         for layer in range(layout.num_layers)
-        for kv in (0, 1)
+        for kv in range(layout.num_planes)
         for position, token in enumerate(prompt)
     )
 
@@ -300,7 +300,7 @@ UNLIKE: dict[str, Any] = {
     "num_kv_heads": 2,
     "head_dim": 16,
     "dtype": "float16",
-    "order": "layer,block,kv,token,head,dim",
+    "is_latent": True,
 }
 
 
@@ -428,7 +428,7 @@ class LateEngine(FakeEngine):
     def run_step(self, plan: StepPlan, on_layers: OnLayers) -> StepResult:
         for row in plan.rows:
             span = Span(row.position, row.position + len(row.token_ids), 0, self.layout.num_layers)
-            self._copy_in(row.block_table, span, b"\xee" * self.layout.span_bytes(span))
+            self.write(row.block_table, span, b"\xee" * self.layout.span_bytes(span))
         return super().run_step(plan, on_layers)
 
 

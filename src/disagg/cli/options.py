@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from disagg.core.endpoints import TransportChoice
-from disagg.core.formats import Kernels, KvDtype, Weights
+from disagg.core.formats import Kernels, KvDtype, KvWire, Weights
 from disagg.core.roles import HandoffMode, Numerics
 from disagg.router.config import API_KEYS_VARIABLE
 
@@ -146,6 +146,14 @@ TransportOption = Annotated[
     TransportChoice,
     typer.Option(
         "--transport", help="auto: shared memory between neighbours, else TCP; tcp: always.", rich_help_panel=HANDOFF
+    ),
+]
+KvWireOption = Annotated[
+    KvWire,
+    typer.Option(
+        "--kv-wire",
+        help="KV between workers: native as it is stored; int8 in fewer bytes, with --numerics bounded.",
+        rich_help_panel=HANDOFF,
     ),
 ]
 LeaseS = Annotated[

@@ -21,12 +21,17 @@ class TransportChoice(enum.StrEnum):
     TCP = "tcp"  # tcp alone
 
 
+# Whose receiver commits what has landed, so that it can decode a compressed wire.
+COMMITS_LANDINGS: frozenset[TransportKind] = frozenset({TransportKind.TCP, TransportKind.IN_PROCESS})
+
+
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
-    """One way to write to a worker's arena."""
+    """One way to write to the arena of one rank of a worker."""
 
     kind: TransportKind
     address: str  # "host:port" for tcp, "domain/name" for shared_memory, a name for in_process
     token: bytes = b""  # proves the pairing of one peer; only that peer is told
+    rank: int = 0
 
     @property
     def domain(self) -> str:

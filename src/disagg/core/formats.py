@@ -18,6 +18,13 @@ class KvDtype(enum.StrEnum):
     FLOAT16 = "float16"
 
 
+class KvWire(enum.StrEnum):
+    """Of KV on its way to a peer."""
+
+    NATIVE = "native"  # as it is stored where it goes
+    INT8 = "int8"  # with a scale per (token, head)
+
+
 class Kernels(enum.StrEnum):
     """Whose code computes."""
 

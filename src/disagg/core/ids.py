@@ -13,6 +13,18 @@ Incarnation = NewType("Incarnation", int)
 
 MAX_INCARNATION = 2**62
 
+RANK_MARK = "#"  # never in a worker's id
+
+
+def rank_name(worker_id: WorkerId, rank: int) -> WorkerId:
+    """What one of several ranks of a worker calls itself on data connections."""
+    return WorkerId(f"{worker_id}{RANK_MARK}{rank}")
+
+
+def worker_of(name: WorkerId) -> WorkerId:
+    """The worker that a rank, or a worker of one rank, belongs to."""
+    return WorkerId(name.partition(RANK_MARK)[0])
+
 
 class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True):
     """One client request: the n-th one of one router incarnation."""

@@ -370,7 +370,7 @@ class Dispatcher:
             return
         self.counters.add(GENERATED_TOKENS, len(fresh))
         choice.is_answering = True
-        delivered = TokensDelivered(choice.sequence_id.choice, fresh, entry.finish)
+        delivered = TokensDelivered(choice.sequence_id.choice, tuple(fresh), choice.entry.finish)
         self._actions.append(Deliver(opened.request_id, delivered))
         if choice.entry.finish is not None:
             self._end_choice(opened, choice, ChoiceTrigger.ANSWER_ENDED)

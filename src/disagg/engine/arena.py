@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from disagg.core.errors import ConfigurationError, InternalFault
-from disagg.core.spans import KvLayout
+from disagg.core.spans import KvLayout, KvOrder
 from disagg.engine.sealed_memory import SealedMemory, is_sealable
 from disagg.kvcache.memory import Landing, Segment
 
@@ -44,6 +44,8 @@ class KvArena:
     def __init__(self, layout: KvLayout, num_blocks: int, device: str = "cpu", is_staged: bool | None = None) -> None:
         if num_blocks < 1:
             raise ConfigurationError(f"num_blocks={num_blocks}: a KV arena needs at least 1 block")
+        if layout.order != KvOrder.PLANES.value or layout.is_latent or layout.num_ranks > 1:
+            raise InternalFault(f"{layout} is not what attention reads here: whole heads in order {KvOrder.PLANES}")
         self.layout = layout
         self.num_blocks = num_blocks
         self.is_staged = device != "cpu" if is_staged is None else is_staged
@@ -62,6 +64,11 @@ class KvArena:
         by_slot = self.tensor.view(layout.num_layers, 2, self.num_slots, layout.num_kv_heads, layout.head_dim)
         self._by_slot = [(layer[KEYS], layer[VALUES]) for layer in by_slot]
         self._by_row = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in self._by_slot]
+
+    @property
+    def data(self) -> Tensor:
+        """Its bytes [num_bytes], uint8, on its device."""
+        return self._bytes
 
     @property
     def num_slots(self) -> int:

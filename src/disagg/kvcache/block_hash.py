@@ -10,9 +10,13 @@ BlockHash = NewType("BlockHash", bytes)
 HASH_BYTES = 16
 
 
-def root_hash(model_digest: str, numerics: str, salt: str = "") -> BlockHash:
-    """Seed of every chain: KV of other weights, another precision promise or another tenant never matches."""
-    text = f"{model_digest}\0{numerics}\0{salt}"
+def root_hash(model_digest: str, numerics: str, salt: str = "", form: str = "") -> BlockHash:
+    """Seed of every chain: KV of other weights, another precision promise or another tenant never matches.
+
+    form: what its bits have lost on the way here ("" for nothing): such KV never answers for KV that was computed.
+    """
+    promise = f"{numerics} but {form}" if form else numerics
+    text = f"{model_digest}\0{promise}\0{salt}"
     return BlockHash(hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).digest())
 
 

@@ -7,26 +7,32 @@ from disagg.core.spans import Span
 
 
 class SpanLedger:
-    """Per layer, the token ranges that have arrived. Overlaps and repeats are harmless."""
+    """Per layer and group of heads, the token ranges that have arrived. Overlaps and repeats are harmless.
 
-    def __init__(self, wanted: Span) -> None:
+    group_heads: heads that always travel together; None when all do. A part of a group does not count.
+    """
+
+    def __init__(self, wanted: Span, group_heads: int | None = None) -> None:
         self.wanted = wanted
-        self._ranges: list[list[tuple[int, int]]] = [[] for _ in range(wanted.num_layers)]
+        self._group_heads = group_heads or wanted.num_heads
+        self._num_groups = max(1, wanted.num_heads // self._group_heads)
+        self._ranges: list[list[tuple[int, int]]] = [[] for _ in range(wanted.num_layers * self._num_groups)]
 
     def add(self, span: Span) -> None:
-        for layer in range(
-            max(span.layer_start, self.wanted.layer_start), min(span.layer_stop, self.wanted.layer_stop)
-        ):
-            self._ranges[layer - self.wanted.layer_start] = _merged(
-                self._ranges[layer - self.wanted.layer_start], span.token_start, span.token_stop
-            )
+        both = span.intersection(self.wanted)
+        first = -(-(both.head_start - self.wanted.head_start) // self._group_heads)
+        stop = (both.head_stop - self.wanted.head_start) // self._group_heads
+        for layer in range(both.layer_start, both.layer_stop):
+            for group in range(first, stop):
+                at = (layer - self.wanted.layer_start) * self._num_groups + group
+                self._ranges[at] = _merged(self._ranges[at], span.token_start, span.token_stop)
 
     @property
     def is_complete(self) -> bool:
         return self.complete_until() >= self.wanted.token_stop
 
     def complete_until(self) -> int:
-        """First token that is missing in some layer: the longest prefix complete in all layers ends here."""
+        """First token that is missing in some layer or head: the longest prefix complete in all of them ends here."""
         if self.wanted.is_empty:
             return self.wanted.token_stop
         return min(_contiguous_until(ranges, self.wanted.token_start) for ranges in self._ranges)

@@ -107,11 +107,16 @@ class GrantKey(msgspec.Struct, frozen=True, array_like=True):
 
     The ids say what the key is for; `capability` makes it unforgeable. Whoever knows the key may write: it travels over
     the control connection only, and the transport proves it without showing it.
+    Each rank of the source writes under a key of its own: its numbers are its own too.
     """
 
     handoff_id: HandoffId
     fence: Fence
     capability: bytes = b""
+    source_rank: int = 0
+
+    def of_rank(self, source_rank: int) -> "GrantKey":
+        return msgspec.structs.replace(self, source_rank=source_rank)
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -15,6 +15,7 @@ import msgspec
 
 from disagg.core.endpoints import Endpoint
 from disagg.core.errors import Failure
+from disagg.core.formats import KvWire
 from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, FinishReason, SequenceSpec
 from disagg.core.roles import Numerics, Role, Task
@@ -51,9 +52,10 @@ class WorkerCard(msgspec.Struct, frozen=True, array_like=True):
     layout: KvLayout
     num_blocks: int
     control_address: str  # "host:port" where peers connect
-    data_endpoints: tuple[Endpoint, ...]
+    data_endpoints: tuple[Endpoint, ...]  # of each rank, one or more
     protocol_min: int = PROTOCOL_MIN
     protocol_max: int = PROTOCOL_MAX
+    kv_wire: KvWire = KvWire.NATIVE  # how KV travels to and from this worker
 
 
 class CounterValue(msgspec.Struct, frozen=True, array_like=True):
@@ -62,6 +64,13 @@ class CounterValue(msgspec.Struct, frozen=True, array_like=True):
     name: str
     label: str
     total: float
+
+
+class LinkState(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker has learned of its way to one peer."""
+
+    peer: WorkerId
+    bytes_per_s: float
 
 
 class WorkerState(msgspec.Struct, frozen=True, array_like=True):
@@ -78,6 +87,7 @@ class WorkerState(msgspec.Struct, frozen=True, array_like=True):
     num_waiting_tokens: int = 0  # prompt tokens not yet computed
     counters: tuple[CounterValue, ...] = ()
     step_costs: tuple[float, ...] = ()  # learned coefficients of its step time, as in policy.step_time.StepCosts
+    links: tuple[LinkState, ...] = ()  # to the peers that it has sent KV to
 
 
 # --- worker -> router -------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 
-from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.endpoints import COMMITS_LANDINGS, Endpoint, TransportKind
 from disagg.core.errors import Failure, FailureKind
+from disagg.core.formats import KvWire
+from disagg.core.ids import RANK_MARK
 from disagg.core.roles import Numerics, Role
-from disagg.core.spans import DTYPE_BYTES
+from disagg.core.spans import DTYPE_BYTES, KvLayout, KvOrder
 from disagg.protocol.messages import WorkerCard
 
 # Pairs of roles between which prompts are handed off, prefill side first.
@@ -24,11 +26,12 @@ _EQUAL: tuple[tuple[str, Callable[[WorkerCard], object]], ...] = (
     ("numerics", lambda card: card.pool.numerics.value),
     ("arithmetic", lambda card: card.pool.arithmetic if card.pool.numerics is Numerics.EXACT else None),
     ("vocabulary size", lambda card: card.pool.vocab_size),
-    ("KV dtype", lambda card: card.layout.dtype),
+    ("KV dtype", lambda card: card.layout.dtype if card.pool.numerics is Numerics.EXACT else None),
+    ("KV wire", lambda card: card.kv_wire.value),
     ("number of layers", lambda card: card.layout.num_layers),
     ("number of kv heads", lambda card: card.layout.num_kv_heads),
     ("head dim", lambda card: card.layout.head_dim),
-    ("KV order", lambda card: card.layout.order),
+    ("latent KV", lambda card: card.layout.is_latent),
 )
 _ADVICE = {
     "arithmetic": "; --kernels portable gives CPUs with AMX and without the same, --numerics bounded allows both"
@@ -49,35 +52,72 @@ def card_flaw(card: WorkerCard) -> str:
         return f"a token of more than {MAX_TOKEN_BYTES} bytes"
     if max(counts) > MAX_COUNT or card.protocol_min > card.protocol_max:
         return f"a size above {MAX_COUNT} in {layout}, or a protocol range of {card.protocol_min}..{card.protocol_max}"
+    if RANK_MARK in card.worker_id:
+        return f"a name with {RANK_MARK!r} in it, which marks the ranks of a worker"
+    if card.kv_wire is not KvWire.NATIVE and card.pool.numerics is Numerics.EXACT:
+        return f"KV wire {card.kv_wire.value} loses bits, which {card.pool.numerics.value} numerics do not allow"
+    return layout_flaw(layout)
+
+
+def layout_flaw(layout: KvLayout) -> str:
+    """What makes a layout of positive sizes contradict itself; "" for nothing."""
     if layout.dtype not in DTYPE_BYTES:
         return f"KV dtype {layout.dtype!r} is not one of {', '.join(DTYPE_BYTES)}"
+    if layout.is_latent and layout.num_kv_heads != 1:
+        return f"latent KV has 1 row per token, not {layout.num_kv_heads} kv heads"
+    for what, whole, shards in (
+        ("kv heads", layout.num_kv_heads, layout.head_shards),
+        ("layers", layout.num_layers, layout.layer_shards),
+    ):
+        if shards < 1 or whole % shards:
+            return f"{whole} {what} cannot be kept by {shards} shards of equal size"
     return ""
 
 
 def pairing_failure(one: WorkerCard, other: WorkerCard) -> Failure | None:
-    """None when the two can exchange KV. Block sizes may differ: spans are re-cut."""
+    """None when the two can exchange KV. Block sizes, orders and shards may differ: spans are converted on the way."""
     for card in (one, other):
         flaw = card_flaw(card)
         if flaw:
             return Failure(FailureKind.INVALID_REQUEST, f"{card.worker_id} cannot be paired: {flaw}")
-    for what, value in _EQUAL:
-        if value(one) != value(other):
-            return _refused(one, other, what, value(one), value(other), _ADVICE.get(what, ""))
     if one.protocol_max < other.protocol_min or other.protocol_max < one.protocol_min:
         mine, theirs = (f"{card.protocol_min}..{card.protocol_max}" for card in (one, other))
         return _refused(one, other, "protocol range", mine, theirs)
-    if common_endpoint(one, other) is None:
-        mine, theirs = (",".join(sorted(end.kind for end in card.data_endpoints)) for card in (one, other))
+    for what, value in _EQUAL:
+        if value(one) != value(other):
+            return _refused(one, other, what, value(one), value(other), _ADVICE.get(what, ""))
+    orders = [card.layout.order for card in (one, other)]
+    if not {*orders} <= {order.value for order in KvOrder}:  # even two that are equal: nothing is guessed
+        return _refused(one, other, "KV order", orders[0], orders[1], f"; known are {', '.join(KvOrder)}")
+    if not common_endpoints(one, other) or not common_endpoints(other, one):
+        mine, theirs = (_offer(card) for card in (one, other))
         return _refused(one, other, "transports offered", mine, theirs)
     return None
 
 
-def common_endpoint(source: WorkerCard, destination: WorkerCard) -> Endpoint | None:
-    """The destination's endpoint over the best transport that both offer."""
-    offered = source.data_endpoints
-    common = [each for each in destination.data_endpoints if any(each.is_same_way(own) for own in offered)]
-    order = list(TransportKind)
-    return max(common, key=lambda endpoint: order.index(endpoint.kind), default=None)
+def common_endpoints(source: WorkerCard, destination: WorkerCard) -> tuple[Endpoint, ...]:
+    """The destination's endpoints, one per rank, over the best transport that all ranks of both offer; or none."""
+    for kind in reversed(TransportKind):
+        if destination.kv_wire is not KvWire.NATIVE and kind not in COMMITS_LANDINGS:
+            continue
+        own = [each for each in source.data_endpoints if each.kind is kind]
+        theirs = {
+            each.rank: each for each in destination.data_endpoints if any(each.is_same_way(other) for other in own)
+        }
+        mine = {each.rank for each in own}
+        is_whole = mine == {*range(source.layout.num_ranks)} and theirs.keys() == {*range(destination.layout.num_ranks)}
+        if is_whole:
+            return tuple(theirs[rank] for rank in sorted(theirs))
+    return ()
+
+
+def _offer(card: WorkerCard) -> str:
+    kinds = ",".join(sorted({each.kind for each in card.data_endpoints}))
+    return (
+        kinds
+        if card.layout.num_ranks == 1
+        else f"{kinds} at {len(card.data_endpoints)} of {card.layout.num_ranks} ranks"
+    )
 
 
 def is_handoff_pair(source: WorkerCard, destination: WorkerCard) -> bool:

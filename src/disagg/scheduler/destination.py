@@ -2,7 +2,7 @@
 
 from disagg.core.ids import Fence, HandoffId, WorkerId
 from disagg.core.request import EmittedToken
-from disagg.core.spans import Span
+from disagg.core.spans import KvLayout, Span
 from disagg.kvcache.kv_cache import Allocation
 from disagg.kvcache.span_ledger import SpanLedger
 from disagg.protocol.handoff import DESTINATION_TABLE, DestinationState, DestinationTrigger
@@ -36,12 +36,17 @@ class HandoffDestination:
     def state(self) -> DestinationState:
         return self.machine.state
 
-    def reserve(self, allocation: Allocation, first_missing_token: int, num_tokens: int, num_layers: int) -> None:
+    def reserve(
+        self, allocation: Allocation, first_missing_token: int, num_tokens: int, layout: KvLayout, group_heads: int
+    ) -> None:
+        """group_heads: kv heads that always come together."""
         self.machine.fire(DestinationTrigger.RESERVED)
         self.allocation = allocation
         self.first_missing_token = first_missing_token
         self.num_tokens = num_tokens
-        self._ledger = SpanLedger(Span(first_missing_token, num_tokens, 0, num_layers))
+        self._ledger = SpanLedger(
+            layout.clipped(Span(first_missing_token, num_tokens, 0, layout.num_layers)), group_heads
+        )
 
     def land(self, span: Span) -> None:
         """One verified push. Repeats are harmless."""

@@ -4,6 +4,7 @@ from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
 from disagg.core.request import EmittedToken
 from disagg.core.roles import Task
+from disagg.kvcache.conversion import shared_heads
 from disagg.protocol.handoff import DestinationState, DestinationTrigger
 from disagg.protocol.lifecycle import SequenceTrigger
 from disagg.protocol.messages import (
@@ -68,7 +69,8 @@ class Receiving:
             text = f"{state.cache.num_available} of {config.num_blocks} blocks are free or cached now"
             return self._refuse(message, FailureKind.OVERLOADED, text)
         first_missing = min(allocation.num_cached * state.cache.block_size, num_tokens)
-        destination.reserve(allocation, first_missing, num_tokens, config.layout.num_layers)
+        theirs = state.peers[destination.peer].layout
+        destination.reserve(allocation, first_missing, num_tokens, config.layout, shared_heads(theirs, config.layout))
         destination.lease_until_s = state.now_s + config.lease_s
         state.move(sequence, SequenceTrigger.BLOCKS_RESERVED)
         sequence.num_cached = first_missing

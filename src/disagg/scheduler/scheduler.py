@@ -18,9 +18,18 @@ from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import Fence, HandoffId
 from disagg.core.roles import ROLE_TASKS, Task
 from disagg.kvcache.block_pool import BlockState
+from disagg.kvcache.conversion import lossy_form
 from disagg.protocol.handoff import make_grant_key
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
-from disagg.protocol.messages import AbortSequence, CounterValue, DrainWorker, ReportFailure, StartSequence, WorkerState
+from disagg.protocol.messages import (
+    AbortSequence,
+    CounterValue,
+    DrainWorker,
+    LinkState,
+    ReportFailure,
+    StartSequence,
+    WorkerState,
+)
 from disagg.scheduler.actions import Action, SendToRouter
 from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.destination import HandoffDestination
@@ -126,6 +135,7 @@ class Scheduler:
             num_waiting_tokens=sum(s.num_unread_tokens for s in sequences if s.task not in _RECEIVES),
             counters=tuple(CounterValue(*item) for item in self._state.counters.items()),
             step_costs=msgspec.structs.astuple(self._state.step_times.costs),
+            links=tuple(LinkState(peer, link.bytes_per_s) for peer, link in self._state.links.items()),
         )
 
     def check_invariants(self) -> None:
@@ -165,6 +175,7 @@ class Scheduler:
             self._state.ignore(event)
             return
         del self._state.peers[event.peer]
+        self._state.links.pop(event.peer, None)
         failure = Failure(FailureKind.WORKER_LOST, f"worker {event.peer} was lost: {event.reason}")
         for sequence in list(self._state.sequences.values()):
             end = sequence.source or sequence.destination
@@ -191,20 +202,28 @@ class Scheduler:
             self._next_arrival,
             message.emitted_ids,
             arrived_s=self._state.now_s,
-            root=self._state.root_of(message.spec.cache_salt),
+            root=self._state.root_of(message.spec.cache_salt, self._form(message)),
         )
         self._next_arrival += 1
         if message.peer is not None and message.peer_incarnation is not None:
             mine, theirs = self.config.incarnation, message.peer_incarnation
             if message.task in _SENDS:
                 fence = Fence(mine, theirs, message.attempt)
-                sequence.source = HandoffSource(attempt_id, message.peer, fence, self.config.layout)
+                card = self._state.peers[message.peer]
+                sequence.source = HandoffSource(attempt_id, message.peer, fence, card.layout, card.kv_wire)
             else:
                 fence = Fence(theirs, mine, message.attempt)
                 key = make_grant_key(self.config.grant_seed, attempt_id, fence)
                 sequence.destination = HandoffDestination(attempt_id, message.peer, fence, key)
                 sequence.destination.lease_until_s = self._state.now_s + self.config.lease_s
         self._state.add(sequence)
+
+    def _form(self, message: StartSequence) -> str:
+        """What the KV of this sequence will have lost here."""
+        card = self._state.peers.get(message.peer) if message.peer is not None else None
+        if card is None or message.task not in _RECEIVES:
+            return ""
+        return lossy_form(card.layout, self.config.layout, card.kv_wire)
 
     def _start_failure(self, message: StartSequence) -> Failure | None:
         """Why this worker cannot take this part of this sequence at all."""

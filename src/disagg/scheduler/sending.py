@@ -79,13 +79,13 @@ class Sending:
         for sequence, start, stop in rows:
             source = sequence.source
             if source is not None and source.state is SourceState.OPEN:
-                self._push(source.push_layers(sequence.blocks, start, stop, event.num_layers, min_bytes))
+                self._push(source, source.push_layers(sequence.blocks, start, stop, event.num_layers, min_bytes))
 
     def finish_prefill(self, sequence: Sequence, source: HandoffSource, first_token: EmittedToken | None) -> None:
         """All is computed: send what is still to send, and the first token."""
         config = self._state.config
         if config.handoff_mode is HandoffMode.SYNC and sequence.task is Task.PREFILL:
-            self._push(source.push_computed(sequence.blocks, sequence.num_computed, config.max_push_bytes))
+            self._push(source, source.push_computed(sequence.blocks, sequence.num_computed, config.max_push_bytes))
         source.first_token = first_token
         source.machine.fire(SourceTrigger.PREFILL_FINISHED)
         self._state.move(sequence, SequenceTrigger.PROMPT_COMPUTED_FOR_PEER)
@@ -97,12 +97,15 @@ class Sending:
         if sequence is None or source is None or not source.is_outstanding(event.number):
             self._state.ignore(event)
         elif event.failure is None or source.is_taken:
-            source.acknowledge(event.number)
+            num_bytes, sent_s = source.acknowledge(event.number)
+            if event.failure is None:
+                self._state.observe_link(source.peer, num_bytes, sent_s)
             self._finish_if_done(sequence, source)
         elif source.state in (SourceState.OPEN, SourceState.DRAINING):
             again = source.retry(event.number)
             if again is not None:
                 self._state.counters.add(PUSH_RETRIES)
+                source.send(again.number, self._state.now_s)
                 self._state.act(again)
             else:
                 self._state.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, event.failure))
@@ -141,7 +144,7 @@ class Sending:
         sequence.num_computed = sequence.num_cached
         state.count_lookup(sequence)
         if state.config.handoff_mode is HandoffMode.LAYERWISE or sequence.task is Task.SEND_PREFIX:
-            self._push(source.push_computed(sequence.blocks, sequence.num_cached, state.config.max_push_bytes))
+            self._push(source, source.push_computed(sequence.blocks, sequence.num_cached, state.config.max_push_bytes))
         if sequence.task is Task.SEND_PREFIX:
             self.finish_prefill(sequence, source, None)
 
@@ -196,6 +199,8 @@ class Sending:
         if source.close_if_done():
             self._state.finish(sequence)
 
-    def _push(self, pushes: list[PushSpan]) -> None:
+    def _push(self, source: HandoffSource, pushes: list[PushSpan]) -> None:
         self._state.counters.add(PUSHES, len(pushes))
+        for push in pushes:
+            source.send(push.number, self._state.now_s)
         self._state.act(*pushes)

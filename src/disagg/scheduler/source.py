@@ -1,5 +1,9 @@
 """The sending end of one hand-off: which span goes when, what is acknowledged, what is kept for how long."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+from disagg.core.formats import KvWire
 from disagg.core.ids import BlockId, Fence, HandoffId, WorkerId
 from disagg.core.request import EmittedToken
 from disagg.core.spans import KvLayout, Span
@@ -11,10 +15,19 @@ from disagg.scheduler.actions import PushSpan
 MAX_TRIES = 2  # of one push; a second failure gives the hand-off up
 
 
+class _Outstanding(NamedTuple):
+    push: PushSpan
+    num_tries: int
+    sent_s: float
+
+
 class HandoffSource:
     """Lives from the router's command until the destination has taken everything or somebody gives up."""
 
-    def __init__(self, handoff_id: HandoffId, peer: WorkerId, fence: Fence, layout: KvLayout) -> None:
+    def __init__(
+        self, handoff_id: HandoffId, peer: WorkerId, fence: Fence, layout: KvLayout, wire: KvWire = KvWire.NATIVE
+    ) -> None:
+        """layout: of the peer, whose bytes travel."""
         self.handoff_id = handoff_id
         self.peer = peer
         self.fence = fence
@@ -29,8 +42,9 @@ class HandoffSource:
         self.acknowledged_bytes = 0
         self.hidden_bytes = 0  # acknowledged before the prompt was computed
         self._layout = layout
+        self._wire = wire
         self._next_number = 0
-        self._outstanding: dict[int, tuple[PushSpan, int]] = {}  # push, tries so far
+        self._outstanding: dict[int, _Outstanding] = {}
         self._pushed_layers = 0  # of the running step
 
     def is_of(self, peer: WorkerId, fence: Fence) -> bool:
@@ -64,7 +78,7 @@ class HandoffSource:
     def push_computed(self, blocks: tuple[BlockId, ...], token_stop: int, max_bytes: int) -> list[PushSpan]:
         """Everything the destination lacks of tokens [0, token_stop), which are complete in all layers."""
         span = Span(self.first_missing_token, token_stop, 0, self._layout.num_layers)
-        return [self._push(piece, blocks) for piece in cut_by_layers(self._layout, span, max_bytes)]
+        return [self._push(piece, blocks) for piece in cut_by_layers(self._bytes_of, span, max_bytes)]
 
     def start_step(self) -> None:
         self._pushed_layers = 0
@@ -73,7 +87,7 @@ class HandoffSource:
         """Layers of a chunk that make up a push of min_bytes; all of them when even they do not."""
         num_layers = self._layout.num_layers
         span = Span(max(token_start, self.first_missing_token), token_stop, 0, 1)
-        return num_layers if span.is_empty else min(num_layers, max(1, -(-min_bytes // self._layout.span_bytes(span))))
+        return num_layers if span.is_empty else min(num_layers, max(1, -(-min_bytes // self._bytes_of(span))))
 
     def push_layers(
         self, blocks: tuple[BlockId, ...], token_start: int, token_stop: int, num_layers: int, min_bytes: int
@@ -83,28 +97,31 @@ class HandoffSource:
         span = Span(start, token_stop, self._pushed_layers, num_layers)
         if span.is_empty:
             return []
-        if num_layers < self._layout.num_layers and self._layout.span_bytes(span) < min_bytes:
+        if num_layers < self._layout.num_layers and self._bytes_of(span) < min_bytes:
             return []
         self._pushed_layers = num_layers
         return [self._push(span, blocks)]
 
-    def acknowledge(self, number: int) -> None:
-        """A push is verified at the other end. Unknown numbers are repeats."""
-        known = self._outstanding.pop(number, None)
-        if known is None:
-            return
-        num_bytes = self._layout.span_bytes(known[0].span)
+    def send(self, number: int, now_s: float) -> None:
+        """A push goes to the transport now."""
+        self._outstanding[number] = self._outstanding[number]._replace(sent_s=now_s)
+
+    def acknowledge(self, number: int) -> tuple[int, float]:
+        """A push is verified at the other end: its bytes, and when it was sent. It must be outstanding."""
+        known = self._outstanding.pop(number)
+        num_bytes = self._bytes_of(known.push.span)
         self.acknowledged_bytes += num_bytes
         if self.state is SourceState.OPEN:
             self.hidden_bytes += num_bytes
+        return num_bytes, known.sent_s
 
     def retry(self, number: int) -> PushSpan | None:
         """The push to send again after a failure, or None when it has failed too often (or is not known)."""
         known = self._outstanding.get(number)
-        if known is None or known[1] >= MAX_TRIES:
+        if known is None or known.num_tries >= MAX_TRIES:
             return None
-        self._outstanding[number] = (known[0], known[1] + 1)
-        return known[0]
+        self._outstanding[number] = known._replace(num_tries=known.num_tries + 1)
+        return known.push
 
     def is_outstanding(self, number: int) -> bool:
         return number in self._outstanding
@@ -118,6 +135,10 @@ class HandoffSource:
             return True
         return False
 
+    def _bytes_of(self, span: Span) -> int:
+        """On the wire."""
+        return self._layout.span_bytes(span, self._wire)
+
     def _push(self, span: Span, blocks: tuple[BlockId, ...]) -> PushSpan:
         assert self.answer is not None  # only an open hand-off pushes
         push = PushSpan(
@@ -130,16 +151,16 @@ class HandoffSource:
             destination_blocks=self.answer.blocks,
             destination_num_blocks=self.answer.num_blocks,
         )
-        self._outstanding[push.number] = (push, 1)
+        self._outstanding[push.number] = _Outstanding(push, 1, 0.0)
         self._next_number += 1
         return push
 
 
-def cut_by_layers(layout: KvLayout, span: Span, max_bytes: int) -> list[Span]:
+def cut_by_layers(bytes_of: Callable[[Span], int], span: Span, max_bytes: int) -> list[Span]:
     """Pieces of whole layers of at most max_bytes each, or of one layer where that is already more."""
     if span.is_empty:
         return []
-    layer_bytes = layout.span_bytes(Span(span.token_start, span.token_stop, 0, 1))
+    layer_bytes = bytes_of(Span(span.token_start, span.token_stop, 0, 1))
     layers_each = max(1, max_bytes // layer_bytes)
     starts = range(span.layer_start, span.layer_stop, layers_each)
     return [

@@ -12,6 +12,7 @@ from disagg.kvcache.block_pool import BlockState
 from disagg.kvcache.kv_cache import KvCache
 from disagg.policy.batching import order_prompts
 from disagg.policy.fairness import TenantService
+from disagg.policy.link_rate import LinkRate
 from disagg.policy.step_time import StepTimes
 from disagg.protocol.handoff import DestinationState, DestinationTrigger, SourceState, SourceTrigger
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
@@ -56,6 +57,7 @@ class SchedulerState:
         # In order of arrival. An attempt that was dropped stays until nothing uses its blocks any more.
         self.sequences: dict[HandoffId, Sequence] = {}
         self.peers: dict[WorkerId, WorkerCard] = {}
+        self.links: dict[WorkerId, LinkRate] = {}  # to paired peers that KV was sent to
         self.now_s = 0.0
         self.step_times = StepTimes()
         self.tenants = TenantService()
@@ -147,9 +149,9 @@ class SchedulerState:
 
     # --- prefixes ----------------------------------------------------------------------------------------------
 
-    def root_of(self, salt: str) -> BlockHash:
-        """Where the chains of block hashes of sequences with this salt begin."""
-        return root_hash(self.config.model_digest, self.config.numerics.value, salt)
+    def root_of(self, salt: str, form: str = "") -> BlockHash:
+        """Where the chains of block hashes of sequences with this salt begin; form: what their KV has lost."""
+        return root_hash(self.config.model_digest, self.config.numerics.value, salt, form)
 
     def extend_hashes(self, sequence: Sequence, num_tokens: int) -> list[BlockHash]:
         """The sequence's own hashes, at least those of the full blocks of its first num_tokens tokens."""
@@ -210,6 +212,11 @@ class SchedulerState:
     def ignore(self, message: object) -> None:
         """Late, repeated or unknown: no effect, one counter."""
         self.counters.add(MESSAGES_IGNORED, label=type(message).__name__)
+
+    def observe_link(self, peer: WorkerId, num_bytes: int, sent_s: float) -> None:
+        """A push to a peer is verified."""
+        if peer in self.peers:
+            self.links.setdefault(peer, LinkRate()).observe(num_bytes, sent_s, self.now_s)
 
     # --- room --------------------------------------------------------------------------------------------------
 
@@ -368,6 +375,10 @@ class SchedulerState:
         self.step_times.check_invariants()
         self.tenants.check_invariants()
         self._check_lists()
+        for peer, link in self.links.items():
+            link.check_invariants()
+            if peer not in self.peers:
+                raise InternalFault(f"the rate of the link to {peer} outlives its pairing")
         pool = self.cache.pool
         users = [0] * pool.num_blocks
         apart: dict[BlockState, set[BlockId]] = {BlockState.RESERVED: set(), BlockState.QUARANTINED: set()}

@@ -6,7 +6,10 @@ earlier positions *as they lie in the arena*, so a block that was lost, swapped 
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from disagg.core.errors import InternalFault
 from disagg.core.ids import BlockId, SequenceId
@@ -25,7 +28,8 @@ class FakeEngine:
         self._layout = layout
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
-        self._memory = BytesMemory(layout.arena_bytes(num_blocks))
+        self._rank_layouts = [layout.rank_layout(rank) for rank in range(layout.num_ranks)]
+        self.memories = tuple(BytesMemory(each.arena_bytes(num_blocks)) for each in self._rank_layouts)
         self.num_steps = 0
 
     @property
@@ -38,7 +42,8 @@ class FakeEngine:
 
     @property
     def memory(self) -> Memory:
-        return self._memory
+        """Of the first rank, which is mostly the only one."""
+        return self.memories[0]
 
     def run_step(self, plan: StepPlan, on_layers: OnLayers) -> StepResult:
         self.num_steps += 1
@@ -54,10 +59,10 @@ class FakeEngine:
         span = Span(row.position, row.position + len(row.token_ids), layer, layer + 1)
         payload = b"".join(
             kv_bytes(self._layout, token, row.position + index, layer, kv)
-            for kv in (0, 1)
+            for kv in range(self._layout.num_planes)
             for index, token in enumerate(row.token_ids)
         )
-        self._copy_in(row.block_table, span, payload)
+        self.write(row.block_table, span, payload)
 
     def _sample(self, row: StepRow, sampling: SamplingParams) -> EmittedToken:
         stop = row.position + len(row.token_ids)
@@ -69,20 +74,54 @@ class FakeEngine:
         return EmittedToken(row.sequence_id, row.output_position, token, logprobs)
 
     def read(self, blocks: Sequence[BlockId], span: Span) -> bytes:
-        """KV bytes of a span, in wire order."""
-        segments = span_segments(self._layout, self._num_blocks, blocks, span)
-        return b"".join(bytes(view) for view in self._memory.gather(segments))
+        """KV bytes of a span as [layer, K/V, token, head, dim], whatever the order and ranks of the arena."""
+        found = np.empty(self._shape(span), np.uint8)
+        for rank, layout, part, local in self._parts(span):
+            views = self.memories[rank].gather(span_segments(layout, self._num_blocks, blocks, local))
+            rows = np.frombuffer(b"".join(views), np.uint8)
+            self._window(found, span, part)[:] = _turned(rows.reshape(_wire_shape(layout, local)), layout)
+        return found.tobytes()
 
-    def _copy_in(self, blocks: Sequence[BlockId], span: Span, payload: bytes) -> None:
-        segments = span_segments(self._layout, self._num_blocks, blocks, span)
-        landing = self._memory.landing(segments)
-        offset = 0
-        for buffer in landing.buffers:
-            buffer[:] = payload[offset : offset + len(buffer)]
-            offset += len(buffer)
-        if offset != len(payload):
-            raise InternalFault(f"{len(payload)} bytes of KV for {offset} bytes of arena")
-        landing.commit()
+    def write(self, blocks: Sequence[BlockId], span: Span, payload: bytes) -> None:
+        """What read() gives."""
+        if len(payload) != self._layout.span_bytes(span):
+            raise InternalFault(f"{len(payload)} bytes of KV for {self._layout.span_bytes(span)} bytes of arena")
+        given = np.frombuffer(payload, np.uint8).reshape(self._shape(span))
+        for rank, layout, part, local in self._parts(span):
+            rows = _turned(self._window(given, span, part), layout).tobytes()
+            landing, offset = self.memories[rank].landing(span_segments(layout, self._num_blocks, blocks, local)), 0
+            for buffer in landing.buffers:
+                buffer[:] = rows[offset : offset + len(buffer)]
+                offset += len(buffer)
+            landing.commit()
+
+    def _shape(self, span: Span) -> tuple[int, ...]:
+        layout = self._layout
+        return span.num_layers, layout.num_planes, span.num_tokens, layout.num_kv_heads, layout.row_bytes
+
+    def _parts(self, span: Span) -> Iterator[tuple[int, KvLayout, Span, Span]]:
+        """(rank, layout of its arena, what it keeps of the span, the same in its own layers and heads)."""
+        for rank, layout in enumerate(self._rank_layouts):
+            whole = self._layout.rank_span(rank)
+            part = span.intersection(whole)
+            if not part.is_empty:
+                layers = part.layer_start - whole.layer_start, part.layer_stop - whole.layer_start
+                yield rank, layout, part, Span(part.token_start, part.token_stop, *layers)
+
+    def _window(self, rows: npt.NDArray[np.uint8], span: Span, part: Span) -> npt.NDArray[np.uint8]:
+        layers = slice(part.layer_start - span.layer_start, part.layer_stop - span.layer_start)
+        return rows[layers, :, :, part.head_start : part.head_stop]
+
+
+def _wire_shape(layout: KvLayout, span: Span) -> tuple[int, ...]:
+    tokens, heads = span.num_tokens, layout.num_kv_heads
+    within = (heads, tokens) if layout.is_head_major else (tokens, heads)
+    return span.num_layers, layout.num_planes, *within, layout.row_bytes
+
+
+def _turned(rows: npt.NDArray[np.uint8], layout: KvLayout) -> npt.NDArray[np.uint8]:
+    """Between token before head and the arena's own order, either way."""
+    return rows.swapaxes(2, 3) if layout.is_head_major else rows
 
 
 def _scores(scoring: Scoring) -> tuple[TokenLogprobs, ...]:
@@ -91,9 +130,16 @@ def _scores(scoring: Scoring) -> tuple[TokenLogprobs, ...]:
 
 
 def kv_bytes(layout: KvLayout, token_id: int, position: int, layer: int, kv: int) -> bytes:
-    """KV of one token in one layer: token_bytes long."""
-    seed = hashlib.blake2b(struct.pack("<QQQQ", token_id, position, layer, kv), digest_size=8).digest()
-    return (seed * (layout.token_bytes // len(seed) + 1))[: layout.token_bytes]
+    """KV of one token in one layer: token_bytes long, other bytes for each head."""
+    return b"".join(
+        _row_bytes(layout.row_bytes, struct.pack("<QQQQQ", token_id, position, layer, kv, head))
+        for head in range(layout.num_kv_heads)
+    )
+
+
+def _row_bytes(num_bytes: int, name: bytes) -> bytes:
+    seed = hashlib.blake2b(name, digest_size=8).digest()
+    return (seed * (num_bytes // len(seed) + 1))[:num_bytes]
 
 
 def expected_tokens(

@@ -31,6 +31,8 @@ from disagg.dispatch.events import (
 from disagg.dispatch.stream import GenerateRequest, RequestFailed
 from disagg.policy.batching import StepBudget
 from disagg.protocol.messages import (
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
     AnnouncePeers,
     PoolCard,
     ReportPairing,
@@ -115,8 +117,11 @@ class VirtualCluster:
         lease_s: float = 5.0,
         dtype: str = "float32",
         max_context: int = 256,
+        layout: KvLayout | None = None,
+        protocols: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX),
     ) -> VirtualWorker:
-        layout = KvLayout(num_layers=3, num_kv_heads=1, head_dim=2, dtype=dtype, block_size=block_size)
+        """layout: instead of block_size and dtype."""
+        layout = layout or KvLayout(num_layers=3, num_kv_heads=1, head_dim=2, dtype=dtype, block_size=block_size)
         incarnation = Incarnation(next(self._incarnations))
         card = WorkerCard(
             worker_id=WorkerId(name),
@@ -126,7 +131,9 @@ class VirtualCluster:
             layout=layout,
             num_blocks=num_blocks,
             control_address=name,
-            data_endpoints=(Endpoint(TransportKind.IN_PROCESS, name),),
+            data_endpoints=tuple(Endpoint(TransportKind.IN_PROCESS, name, rank=rank) for rank in range(layout.num_ranks)),
+            protocol_min=protocols[0],
+            protocol_max=protocols[1],
         )
         config = SchedulerConfig(
             worker_id=card.worker_id,

@@ -5,7 +5,6 @@ from functools import partial
 
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import WorkerId
-from disagg.kvcache.segments import span_segments
 from disagg.protocol.handoff import decode_grant_key
 from disagg.protocol.messages import WorkerCard, WorkerToRouter, WorkerToWorker
 from disagg.scheduler import events
@@ -178,14 +177,6 @@ class VirtualWorker:
         time.after(begin_s, begin)
 
     def _copy(self, peer: "VirtualWorker", action: PushSpan, is_corrupt: bool) -> None:
-        source = span_segments(self.card.layout, self.card.num_blocks, action.source_blocks, action.span)
-        target = span_segments(peer.card.layout, action.destination_num_blocks, action.destination_blocks, action.span)
-        payload = b"".join(bytes(view) for view in self.engine.memory.gather(source))
-        if is_corrupt:
-            payload = bytes(len(payload))
-        landing = peer.engine.memory.landing(target)
-        offset = 0
-        for buffer in landing.buffers:
-            buffer[:] = payload[offset : offset + len(buffer)]
-            offset += len(buffer)
-        landing.commit()
+        """As converted as it has to be: both engines speak of spans in one order."""
+        payload = self.engine.read(action.source_blocks, action.span)
+        peer.engine.write(action.destination_blocks, action.span, bytes(len(payload)) if is_corrupt else payload)

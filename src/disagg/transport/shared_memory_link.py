@@ -81,7 +81,7 @@ class SharedMemoryLink:
         config: SharedMemorySenderConfig,
         outbox: Outbox,
     ) -> None:
-        """`source` is the own arena where it is host memory; `memory` gathers from it where it is not."""
+        """`source` is the own arena where it is host memory; `memory` gathers what lies elsewhere."""
         self.peer = peer
         self.endpoint = endpoint
         self._greeting = greeting
@@ -211,7 +211,7 @@ class SharedMemoryLink:
         def tell(num_bytes: int) -> None:
             self._say(Progress(ticket.number, num_bytes))
 
-        if self._source is not None:
+        if self._source is not None and all(offset < self._source.nbytes for offset, _ in write.source):
             return copy_runs(self._source, write.source, arena.bytes, write.destination, tell)
         views = self._memory.gather(write.source)
         if sum(view.nbytes for view in views) != sum(length for _, length in write.source):

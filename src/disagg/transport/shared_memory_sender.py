@@ -27,14 +27,19 @@ class SharedMemorySender:
         post: Post,
         domain: SharingDomain,
         config: SharedMemorySenderConfig | None = None,
+        *,
+        arena: MappableMemory | None = None,
     ) -> None:
+        """`arena`: what the first bytes of `memory` are, where it is host memory; found out where it is not given."""
         self._worker_id = worker_id
         self._memory = memory
         self._domain = domain
         self._config = config or SharedMemorySenderConfig()
         self._source: Bytes | None = None
-        if isinstance(memory, MappableMemory) and memory.descriptor is not None:
-            self._source = whole_arena(memory)
+        if arena is None and isinstance(memory, MappableMemory):
+            arena = memory
+        if arena is not None and arena.descriptor is not None:
+            self._source = whole_arena(arena)
         self._outbox = Outbox(post)
         self._lock = threading.Lock()
         self._links: dict[WorkerId, SharedMemoryLink] = {}

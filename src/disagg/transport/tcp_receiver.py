@@ -27,7 +27,7 @@ from functools import partial
 from disagg.channel.tally import Refusal, Tally
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import InternalFault, PeerFault, ProtocolViolation
-from disagg.core.ids import Incarnation, WorkerId
+from disagg.core.ids import Incarnation, WorkerId, worker_of
 from disagg.kvcache.memory import Memory, Segment
 from disagg.transport.api import Post
 from disagg.transport.capability import (
@@ -308,7 +308,7 @@ class TcpReceiver:
     def _refusal(self, hello: Hello, nonce: bytes) -> str | None:
         if hello.destination_incarnation != self._incarnation:
             return f"incarnation {hello.destination_incarnation:x} is not here, {self._incarnation:x} is; pair again"
-        token = pairing_token(self._secret, hello.sender, hello.sender_incarnation)
+        token = pairing_token(self._secret, worker_of(hello.sender), hello.sender_incarnation)
         if not is_right(hello.proof, hello_proof(token, nonce, hello.lane)):
             return f"no proof that {hello.sender} ({hello.sender_incarnation:x}) was paired here; pair again"
         if hello.checksums != self._checksums:

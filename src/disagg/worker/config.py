@@ -6,7 +6,8 @@ from disagg.channel.channel import DEFAULT_BEAT_INTERVAL_S
 from disagg.channel.keys import check_exposure
 from disagg.core.endpoints import TransportChoice, is_wildcard
 from disagg.core.errors import ConfigurationError
-from disagg.core.formats import Kernels, KvDtype, Weights
+from disagg.core.formats import Kernels, KvDtype, KvWire, Weights
+from disagg.core.ids import RANK_MARK
 from disagg.core.roles import HandoffMode, Numerics, Role
 from disagg.transport.wire import MAX_LANES
 
@@ -34,6 +35,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     handoff: HandoffMode = HandoffMode.LAYERWISE
     min_push_bytes: int = 2 << 20
     transport: TransportChoice = TransportChoice.AUTO
+    kv_wire: KvWire = KvWire.NATIVE  # of KV to and from peers; others than native lose bits
     lease_s: float = 30.0
     progress_timeout_s: float = 10.0  # without a finished layer, or a turn of the loop: the process ends itself
     drain_timeout_s: float = 60.0  # for what runs, once told to end
@@ -63,6 +65,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, value, least in limits:
             if value is not None and value < least:
                 raise ConfigurationError(f"{name} is {value}: it must be at least {least}")
+        if self.kv_wire is not KvWire.NATIVE and self.numerics is Numerics.EXACT:
+            text = f"kv_wire {self.kv_wire.value} loses bits, which exact numerics do not allow"
+            raise ConfigurationError(f"{text}: add --numerics bounded or leave it out")
         if self.itl_target_s < 0:
             raise ConfigurationError(f"itl_target_s is {self.itl_target_s:g}: give seconds, or 0 for no target")
         if self.data_connections > MAX_LANES:
@@ -80,3 +85,5 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, text in (("worker_id", self.worker_id), ("served_name", self.served_name), ("model", self.model)):
             if not text.strip():
                 raise ConfigurationError(f"{name} is empty: give it a value")
+        if RANK_MARK in self.worker_id:
+            raise ConfigurationError(f"worker_id {self.worker_id} has a {RANK_MARK}, which marks ranks: leave it out")

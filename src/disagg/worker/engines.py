@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from disagg.core.errors import ConfigurationError
 from disagg.core.roles import Numerics
+from disagg.kvcache.conversion import ConvertingMemory
+from disagg.kvcache.memory import Memory
 from disagg.modelfiles.digest import model_digest
 from disagg.modelfiles.tokenizer import tokenizer_digest
 from disagg.protocol.messages import PoolCard
@@ -15,11 +17,24 @@ from disagg.worker.config import WorkerConfig
 _log = logging.getLogger(__name__)
 
 
+class RankMemory(NamedTuple):
+    """One rank's arena as its transports see it."""
+
+    arena: Memory
+    outgoing: ConvertingMemory | None = None  # what senders read instead, where spans can be turned
+    incoming: Memory | None = None  # what receivers land in instead, where the wire is compressed
+
+
 class LoadedEngine(NamedTuple):
     """An engine and what others must know of its model."""
 
     engine: Engine
     pool: PoolCard
+    memories: tuple[RankMemory, ...] = ()  # of each rank; empty: the engine's own, where nothing can be turned
+
+    @property
+    def rank_memories(self) -> tuple[RankMemory, ...]:
+        return self.memories or (RankMemory(self.engine.memory),)
 
 
 def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
@@ -28,6 +43,7 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
     from disagg.engine.device import resolve_device
     from disagg.engine.generic import describe_model
     from disagg.engine.runner import TorchEngine
+    from disagg.engine.span_conversion import rank_memory
 
     model = describe_model(model_path)
     if model.sliding_window is not None and model.max_context == model.sliding_window:
@@ -56,4 +72,5 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
         max_context=min(model.max_context, config.max_context or model.max_context),
         arithmetic=engine.arithmetic,
     )
-    return LoadedEngine(engine, pool)
+    outgoing, incoming = rank_memory(engine.arena, config.kv_wire)
+    return LoadedEngine(engine, pool, (RankMemory(engine.memory, outgoing, incoming),))

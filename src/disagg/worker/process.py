@@ -26,8 +26,8 @@ from disagg.transport.tcp_link import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.worker.config import WorkerConfig
-from disagg.worker.courier import Courier, MakeMovers, Mover
-from disagg.worker.engines import LoadedEngine, load_engine
+from disagg.worker.courier import Courier, MakeMovers, Mover, rank_names
+from disagg.worker.engines import LoadedEngine, RankMemory, load_engine
 from disagg.worker.links import PeerLinks, RouterLink
 from disagg.worker.watchdog import Watchdog
 from disagg.worker.worker import Worker
@@ -113,9 +113,11 @@ async def start_worker(
         num_blocks=engine.num_blocks,
         control_address="",
         data_endpoints=(),
+        kv_wire=config.kv_wire,
     )
     keys = load_keys(config.keys)
-    courier = Courier(card, _movers(config, loaded, card, keys, domain))
+    memories = zip(rank_names(card), loaded.rank_memories, strict=True)
+    courier = Courier(card, *(_movers(config, memory, name, incarnation, keys, domain) for name, memory in memories))
     worker = Worker(scheduler_config(config, loaded, incarnation), engine, courier, watchdog)
     peers = PeerLinks(worker, courier.card, config.beat_interval_s, keys=keys, link_gbits=config.link_gbits)
     await peers.listen(config.host)
@@ -144,31 +146,31 @@ def scheduler_config(config: WorkerConfig, loaded: LoadedEngine, incarnation: In
 
 
 def _movers(
-    config: WorkerConfig, loaded: LoadedEngine, card: WorkerCard, keys: Keys | None, domain: SharingDomain | None
+    config: WorkerConfig,
+    memory: RankMemory,
+    name: WorkerId,
+    incarnation: Incarnation,
+    keys: Keys | None,
+    domain: SharingDomain | None,
 ) -> MakeMovers:
-    memory = loaded.engine.memory
-    shared = memory if isinstance(memory, MappableMemory) and memory.descriptor is not None else None
+    """Transports of one rank."""
+    reads, lands_in = memory.outgoing or memory.arena, memory.incoming or memory.arena
+    shared = memory.arena if isinstance(memory.arena, MappableMemory) and memory.arena.descriptor is not None else None
 
     def tcp(post: Post) -> Mover:
-        sender = TcpSender(
-            card.worker_id,
-            card.incarnation,
-            memory,
-            post,
-            TcpSenderConfig(num_lanes=config.data_connections),
-            tls=keys.dialling if keys else None,
-        )
-        receiver = TcpReceiver(memory, card.incarnation, post, host=config.host, tls=keys.accepting if keys else None)
+        lanes = TcpSenderConfig(num_lanes=config.data_connections)
+        sender = TcpSender(name, incarnation, reads, post, lanes, tls=keys.dialling if keys else None)
+        receiver = TcpReceiver(lands_in, incarnation, post, host=config.host, tls=keys.accepting if keys else None)
         measure = partial(sender.measure, budget_s=config.probe_s) if config.probe_s else None
-        return Mover(sender, receiver, measure, receiver.refused)
+        return Mover(sender, receiver, memory.outgoing, measure, receiver.refused)
 
     def make(post: Post) -> dict[TransportKind, Mover]:
         movers = {TransportKind.TCP: tcp(post)}
         if domain is not None and shared is not None and config.transport is TransportChoice.AUTO:
             # A neighbour that may still write when the lease has ended is ended by force.
-            receiver = SharedMemoryReceiver(shared, card.incarnation, post, domain, fence_timeout_s=config.lease_s)
-            sender = SharedMemorySender(card.worker_id, shared, post, domain)
-            movers[TransportKind.SHARED_MEMORY] = Mover(sender, receiver)
+            receiver = SharedMemoryReceiver(shared, incarnation, post, domain, fence_timeout_s=config.lease_s)
+            sender = SharedMemorySender(name, reads, post, domain, arena=shared)
+            movers[TransportKind.SHARED_MEMORY] = Mover(sender, receiver, memory.outgoing)
         return movers
 
     return make

@@ -16,7 +16,7 @@ from disagg.cluster.command_line import router_arguments, router_environment, wo
 from disagg.cluster.plan import LocalPlan
 from disagg.core.endpoints import TransportChoice
 from disagg.core.errors import ConfigurationError
-from disagg.core.formats import Kernels, KvDtype, Weights
+from disagg.core.formats import Kernels, KvDtype, KvWire, Weights
 from disagg.core.roles import HandoffMode, Numerics, Role
 from disagg.router.config import RouterConfig
 from disagg.worker.config import WorkerConfig
@@ -89,6 +89,7 @@ def test_every_worker_field_survives_the_command_line(launched: Launched, monkey
         handoff=HandoffMode.SYNC,
         min_push_bytes=1,
         transport=TransportChoice.TCP,
+        kv_wire=KvWire.INT8,
         lease_s=1.5,
         keys="/keys",
         data_connections=2,

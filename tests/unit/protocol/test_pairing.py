@@ -5,11 +5,12 @@ import pytest
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import FailureKind
+from disagg.core.formats import KvWire
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.roles import Numerics, Role
 from disagg.core.spans import KvLayout
 from disagg.protocol.messages import PoolCard, WorkerCard
-from disagg.protocol.pairing import card_flaw, common_endpoint, is_handoff_pair, pairing_failure
+from disagg.protocol.pairing import card_flaw, common_endpoints, is_handoff_pair, pairing_failure
 
 replace = msgspec.structs.replace
 TCP = Endpoint(TransportKind.TCP, "127.0.0.1:9")
@@ -52,6 +53,26 @@ def test_each_difference_is_named_with_both_values(field: str) -> None:
     assert back.message.index(str(values[1])) < back.message.rindex(str(values[0]))
 
 
+def test_the_wire_is_fixed_at_pairing_and_one_that_loses_bits_needs_bounded_numerics() -> None:
+    bounded = replace(card("pre-a").pool, numerics=Numerics.BOUNDED)
+    one, other = (replace(card(name), pool=bounded, kv_wire=KvWire.INT8) for name in ("pre-a", "dec-b"))
+    assert pairing_failure(one, other) is None
+    failure = pairing_failure(one, replace(other, kv_wire=KvWire.NATIVE))
+    assert failure is not None
+    assert "KV wire int8 is not native" in failure.message
+    exact = replace(card("pre-a"), kv_wire=KvWire.INT8)
+    failure = pairing_failure(exact, exact)
+    assert failure is not None
+    assert "KV wire int8 loses bits, which exact numerics do not allow" in failure.message
+
+
+def test_dtypes_may_differ_where_numerics_are_bounded() -> None:
+    bounded = replace(card("pre-a").pool, numerics=Numerics.BOUNDED)
+    one = replace(card("pre-a"), pool=bounded)
+    for dtype in ("float16", "bfloat16"):
+        assert pairing_failure(one, replace(one, layout=replace(one.layout, dtype=dtype))) is None
+
+
 def test_block_size_pool_size_context_and_client_name_may_differ() -> None:
     one = card("pre-a")
     other = replace(
@@ -87,8 +108,12 @@ def test_without_a_common_transport_both_offers_are_named() -> None:
 
 def test_the_best_common_transport_is_taken_at_the_destination() -> None:
     elsewhere = Endpoint(TransportKind.TCP, "127.0.0.1:10")
-    assert common_endpoint(card("pre-a", endpoints=(TCP, LOCAL)), card("dec-b", endpoints=(elsewhere, LOCAL))) == LOCAL
-    assert common_endpoint(card("pre-a", endpoints=(TCP,)), card("dec-b", endpoints=(LOCAL, elsewhere))) == elsewhere
+    assert common_endpoints(card("pre-a", endpoints=(TCP, LOCAL)), card("dec-b", endpoints=(elsewhere, LOCAL))) == (
+        LOCAL,
+    )
+    assert common_endpoints(card("pre-a", endpoints=(TCP,)), card("dec-b", endpoints=(LOCAL, elsewhere))) == (
+        elsewhere,
+    )
 
 
 def test_shared_memory_is_common_within_one_domain_only() -> None:
@@ -96,8 +121,8 @@ def test_shared_memory_is_common_within_one_domain_only() -> None:
     foreign = Endpoint(TransportKind.SHARED_MEMORY, "b/3")
     elsewhere = Endpoint(TransportKind.TCP, "127.0.0.1:10")
     source = card("pre-a", endpoints=(TCP, ours))
-    assert common_endpoint(source, card("dec-b", endpoints=(elsewhere, theirs))) == theirs
-    assert common_endpoint(source, card("dec-b", endpoints=(elsewhere, foreign))) == elsewhere
+    assert common_endpoints(source, card("dec-b", endpoints=(elsewhere, theirs))) == (theirs,)
+    assert common_endpoints(source, card("dec-b", endpoints=(elsewhere, foreign))) == (elsewhere,)
     assert pairing_failure(source, card("dec-b", endpoints=(foreign,))) is not None
 
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.formats import KvWire
 from disagg.core.ids import Fence, HandoffId, Incarnation, RequestId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
 from disagg.core.roles import HandoffMode, Numerics, Role, Task
@@ -245,13 +246,13 @@ def emitted(actions: Iterable[object]) -> list[EmitTokens]:
 class Duo:
     """A prefill and a decode worker on a link that loses nothing; messages and writes move when exchange() says."""
 
-    def __init__(self, source: Solo, destination: Solo) -> None:
+    def __init__(self, source: Solo, destination: Solo, wire: KvWire = KvWire.NATIVE) -> None:
         self.source = source
         self.destination = destination
         self._queue: deque[tuple[Solo, Action]] = deque()
         self.pushes: list[PushSpan] = []
-        source.handle(events.PeerPaired(destination.card))
-        destination.handle(events.PeerPaired(source.card))
+        source.handle(events.PeerPaired(msgspec.structs.replace(destination.card, kv_wire=wire)))
+        destination.handle(events.PeerPaired(msgspec.structs.replace(source.card, kv_wire=wire)))
 
     def start(self, number: int, tasks: tuple[Task, Task], prompt: tuple[int, ...], max_tokens: int = 3) -> None:
         """(source's, destination's) part of one sequence; decode hears first."""
@@ -293,11 +294,12 @@ class Duo:
         self.exchange()
 
 
-def duo(**source: object) -> Duo:
+def duo(wire: KvWire = KvWire.NATIVE, **source: object) -> Duo:
     """Blocks, budget and mode of the source may be given."""
     return Duo(
         Solo(Role.PREFILL, name=WorkerId("p"), incarnation=Incarnation(1), **source),  # type: ignore[arg-type]
         Solo(Role.DECODE, name=WorkerId("d"), incarnation=Incarnation(2)),
+        wire,
     )
 
 

@@ -22,6 +22,7 @@ from disagg.protocol.messages import (
     AnswerReservation,
     CancelHandoff,
     FinishPrefill,
+    LinkState,
     RequestReservation,
     SequenceReport,
     TakeHandoff,
@@ -373,3 +374,18 @@ def test_a_prefix_that_is_not_cached_fails_and_nothing_is_kept() -> None:
     pair.exchange()
     assert [report.failure.kind for report in pair.source.failures] == [FailureKind.CANCELLED]
     assert pair.source.scheduler.is_idle
+
+
+def test_the_speed_of_a_link_is_learned_from_its_pushes_and_forgotten_with_the_peer() -> None:
+    solo = Solo(Role.PREFILL)
+    solo.meet(Role.DECODE)
+    assert not solo.state.links
+    solo.start(0, Task.PREFILL, tuple(range(10)))
+    solo.hear(solo.answer(0))
+    pushes = of(PushSpan, solo.layers(1))
+    assert len(pushes) == 1
+    solo.wait(0.5)
+    solo.handle(events.WriteFinished(handoff(0), pushes[0].number, None))
+    assert solo.state.links == (LinkState(PEER, 10 * LAYER_TOKEN_BYTES / 0.5),)
+    solo.handle(events.PeerLost(PEER, PEER_INCARNATION, "gone"))
+    assert not solo.state.links

@@ -167,7 +167,6 @@ def _shut(sock: socket.socket) -> None:
 
 
 class SharedMemoryRig:
-
     num_lanes = 1
     can_force_fence = False  # a process is ended by force, and this one is the test's own
 

@@ -12,6 +12,7 @@ from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
 from disagg.core.roles import Numerics, Role, Task
 from disagg.core.spans import KvLayout
 from disagg.protocol.messages import (
+    AbortSequence,
     EmitTokens,
     PoolCard,
     ReportFailure,
@@ -75,6 +76,9 @@ class Site:
         card = peer.peers.card
         message = StartSequence(spec, task, 1, (), card.worker_id, card.incarnation)
         self.worker.handle(RouterMessageReceived(message))
+
+    def abort(self, number: int) -> None:
+        self.worker.handle(RouterMessageReceived(AbortSequence(sequence_id(number), 1, "scripted")))
 
     # --- what was told -----------------------------------------------------------------------------------------
 

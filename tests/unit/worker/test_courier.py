@@ -94,7 +94,7 @@ def test_a_push_moves_the_span_between_block_sizes_and_both_ends_hear_of_it(
     network.deliver_all()
     writing = span_segments(layout(8), NUM_BLOCKS, PUSH.destination_blocks, SPAN)
     assert target.memory.read(writing) == source.memory.read(reading)
-    assert target.events == [events.WriteLanded(HANDOFF, SPAN, None)]
+    assert target.events == [events.WriteLanded(HANDOFF, layout(8).clipped(SPAN), None)]
     assert source.events == [events.WriteFinished(HANDOFF, 5, None)]
     source.courier.check_invariants()
     target.courier.check_invariants()
@@ -146,13 +146,14 @@ def test_stopping_pushes_is_always_answered(ends: tuple[InProcessNetwork, End, E
     [
         (b"\xc1", 8, "unreadable tag"),
         (msgspec.msgpack.encode(PushTag(SPAN)), layout(8).span_bytes(SPAN) - 1, "bytes came for"),
+        (msgspec.msgpack.encode(PushTag(Span(0, 4, 2, 3))), layout(8).span_bytes(SPAN) * 4 // 7, "which keeps"),
     ],
 )
 def test_a_landing_that_does_not_fit_its_tag_is_rejected(
     ends: tuple[InProcessNetwork, End, End], tag: bytes, num_bytes: int, said: str
 ) -> None:
     _, _, target = ends
-    target.courier._on_transport_event(WriteLanded(WorkerId("p"), KEY, 1, tag, num_bytes, None))
+    target.courier._on_transport_event(0, WriteLanded(WorkerId("p"), KEY, 1, tag, num_bytes, None))
     (landed,) = target.events
     assert isinstance(landed, events.WriteLanded)
     assert landed.failure is not None
@@ -162,7 +163,7 @@ def test_a_landing_that_does_not_fit_its_tag_is_rejected(
 def test_a_lost_data_connection_alone_is_no_event(ends: tuple[InProcessNetwork, End, End]) -> None:
     """Its writes have failed, each with an event of its own."""
     _, source, _ = ends
-    source.courier._on_transport_event(ConnectionLost(WorkerId("d"), "reset"))
+    source.courier._on_transport_event(0, ConnectionLost(WorkerId("d"), "reset"))
     assert source.events == []
 
 

@@ -35,7 +35,7 @@ class Neighbour(Site):
         self, name: str, role: Role, domain: SharingDomain | None, memory: BytesMemory, choice: TransportChoice
     ) -> None:
         super().__init__(name, role, layout(), NUM_BLOCKS)
-        self.engine._memory = memory
+        self.engine.memories = (memory,)
         self.config = msgspec.structs.replace(self.config, transport=choice)
         self.domain = domain
 
