@@ -87,6 +87,7 @@ def serve(
     max_open_requests: opt.MaxOpenRequests = _ROUTER.max_open_requests,
     max_queue_s: opt.MaxQueueS = _ROUTER.max_queue_s,
     max_body_bytes: opt.MaxBodyBytes = _MAX_BODY,
+    decision_log: opt.DecisionLogFile = _ROUTER.decision_log,
     kv_memory: opt.KvMemory = _KV_MEMORY,
     kv_dtype: opt.KvDtypeOption = _WORKER.kv_dtype,
     num_blocks: opt.NumBlocks = _WORKER.num_blocks,
@@ -130,6 +131,7 @@ def serve(
         max_queue_s=max_queue_s,
         beat_interval_s=beat_interval_s,
         max_body_bytes=parse_bytes(max_body_bytes),
+        decision_log=decision_log,
     )
     template = WorkerConfig(
         model=path,
@@ -251,6 +253,7 @@ def router(
     max_body_bytes: opt.MaxBodyBytes = _MAX_BODY,
     local_prefill_tokens: opt.LocalPrefillTokens = _ROUTER.local_prefill_tokens,
     beat_interval_s: opt.BeatIntervalS = _ROUTER.beat_interval_s,
+    decision_log: opt.DecisionLogFile = _ROUTER.decision_log,
 ) -> None:
     """Run the router: HTTP in front, workers register behind."""
     named = parse_models(model or [])
@@ -265,6 +268,7 @@ def router(
         max_queue_s=max_queue_s,
         beat_interval_s=beat_interval_s,
         max_body_bytes=parse_bytes(max_body_bytes),
+        decision_log=decision_log,
     )
     raise SystemExit(launch.run_router(config))
 

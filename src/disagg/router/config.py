@@ -20,6 +20,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_s: float = RecoveryLimits().max_queue_s  # without a first token, behind others; then 503
     beat_interval_s: float = DEFAULT_BEAT_INTERVAL_S  # a worker silent for two of these is lost
     max_body_bytes: int = 8 << 20
+    decision_log: str = ""  # file to write every event and decision to; "": none
 
     def __post_init__(self) -> None:
         if not self.models:

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from disagg.dispatch.dispatcher import Dispatcher
-from disagg.dispatch.registry import WorkerRecord
+from disagg.dispatch.worker_record import WorkerRecord
 from disagg.policy.routing import Path
 from disagg.telemetry import metrics as table
 

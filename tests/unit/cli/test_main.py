@@ -122,6 +122,7 @@ def test_every_router_field_survives_the_command_line(launched: Launched, monkey
         max_queue_s=9.5,
         beat_interval_s=0.25,
         max_body_bytes=4096,
+        decision_log="/tmp/decisions.jsonl",
     )
     defaults = [f.name for f in msgspec.structs.fields(config) if getattr(config, f.name) == f.default]
     assert defaults == []
