@@ -99,6 +99,7 @@ def serve(
     tls_cert: opt.TlsCert = _ROUTER.tls_cert,
     tls_key: opt.TlsKey = _ROUTER.tls_key,
     cors_origin: opt.CorsOrigin = None,
+    decision_log: opt.DecisionLogFile = _ROUTER.decision_log,
     kv_memory: opt.KvMemory = _KV_MEMORY,
     kv_dtype: opt.KvDtypeOption = _WORKER.kv_dtype,
     num_blocks: opt.NumBlocks = _WORKER.num_blocks,
@@ -157,6 +158,7 @@ def serve(
         tls_cert=tls_cert,
         tls_key=tls_key,
         cors_origins=tuple(cors_origin or ()),
+        decision_log=decision_log,
     )
     template = WorkerConfig(
         model=path,
@@ -304,6 +306,7 @@ def router(
     cors_origin: opt.CorsOrigin = None,
     local_prefill_tokens: opt.LocalPrefillTokens = _ROUTER.local_prefill_tokens,
     beat_interval_s: opt.BeatIntervalS = _ROUTER.beat_interval_s,
+    decision_log: opt.DecisionLogFile = _ROUTER.decision_log,
 ) -> None:
     """Run the router: HTTP in front, workers register behind."""
     named = parse_models(model or [])
@@ -328,6 +331,7 @@ def router(
         tls_cert=tls_cert,
         tls_key=tls_key,
         cors_origins=tuple(cors_origin or ()),
+        decision_log=decision_log,
     )
     raise SystemExit(launch.run_router(config))
 

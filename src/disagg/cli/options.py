@@ -87,6 +87,17 @@ MaxQueueS = Annotated[
     typer.Option(help="Seconds a request may queue without a token; then HTTP 503.", rich_help_panel=NETWORK),
 ]
 
+DecisionLogFile = Annotated[
+    str,
+    typer.Option(
+        "--decision-log",
+        metavar="PATH",
+        help="Write every event and routing decision to this file, token ids included.",
+        rich_help_panel=LIFE,
+        show_default=False,
+    ),
+]
+
 WeightsOption = Annotated[
     Weights,
     typer.Option("--weights", help="How weights are stored.", rich_help_panel=POOLS),

@@ -33,6 +33,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     tls_key: str = ""
     cors_origins: tuple[str, ...] = ()  # whose pages may ask from a browser; "*": all
     keys: str = ""  # directory made by `disagg keys`: workers are met under mutual TLS; "": loopback only
+    decision_log: str = ""  # file to write every event and decision to; "": none
 
     def __post_init__(self) -> None:
         if not self.models:

@@ -25,10 +25,12 @@ from disagg.router.app import create_app
 from disagg.router.body import BodyLimits
 from disagg.router.config import Announcement, RouterConfig, encode_announcement
 from disagg.router.connection import ConnectionLimits
+from disagg.router.decision_file import DecisionFile
 from disagg.router.listening import listen
 from disagg.router.server import HttpServer, TlsFiles, raise_descriptor_limit
 from disagg.router.service import LiveService
 from disagg.router.text import ModelText
+from disagg.telemetry.decision_log import DecisionLog
 
 TEXT_THREADS = 2
 
@@ -49,16 +51,27 @@ def run_router(config: RouterConfig) -> int:
 
 
 async def _serve(config: RouterConfig, texts: dict[str, ModelText], access: Access) -> None:
-    dispatcher = Dispatcher(
-        DispatcherConfig(
-            incarnation=Incarnation(secrets.randbelow(MAX_INCARNATION)),
-            tokenizer_digests={name: text.tokenizer.digest for name, text in texts.items()},
-            local_prefill_tokens=config.local_prefill_tokens,
-            max_open_requests=config.max_open_requests,
-            recovery=RecoveryLimits(max_queue_s=config.max_queue_s),
-        )
+    dispatcher_config = DispatcherConfig(
+        incarnation=Incarnation(secrets.randbelow(MAX_INCARNATION)),
+        tokenizer_digests={name: text.tokenizer.digest for name, text in texts.items()},
+        local_prefill_tokens=config.local_prefill_tokens,
+        max_open_requests=config.max_open_requests,
+        recovery=RecoveryLimits(max_queue_s=config.max_queue_s),
     )
-    service = LiveService(dispatcher, beat_interval_s=config.beat_interval_s, keys=load_keys(config.keys))
+    file = DecisionFile(config.decision_log) if config.decision_log else None
+    log = DecisionLog(file.write, dispatcher_config) if file is not None else None
+    dispatcher = Dispatcher(dispatcher_config, log.decided) if log is not None else Dispatcher(dispatcher_config)
+    service = LiveService(dispatcher, beat_interval_s=config.beat_interval_s, keys=load_keys(config.keys), decision_log=log)
+    try:
+        await _serve_http(config, texts, access, service)
+    finally:
+        if file is not None:
+            file.close()
+
+
+async def _serve_http(
+    config: RouterConfig, texts: dict[str, ModelText], access: Access, service: LiveService
+) -> None:
     http = listen(config.host, config.port)
     try:
         control = await service.listen(config.control_host, config.control_port)

@@ -20,6 +20,7 @@ from disagg.channel.listening import Listener, listen
 from disagg.core.errors import Failure, FailureKind, PeerFault, ProtocolViolation, Unavailable
 from disagg.core.ids import RequestId, WorkerId
 from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
+from disagg.dispatch.decided import RequestSubmitted
 from disagg.dispatch.dispatcher import Dispatcher
 from disagg.dispatch.events import (
     ChoiceStopped,
@@ -52,6 +53,7 @@ from disagg.protocol.messages import (
     WorkerToRouter,
 )
 from disagg.router.metrics import RouterMetrics
+from disagg.telemetry.decision_log import DecisionLog
 from disagg.telemetry.metrics import CONTROL_REFUSED
 
 _log = logging.getLogger(__name__)
@@ -146,8 +148,16 @@ class LiveStream:
 class LiveService:
     """Everything behind the HTTP front. All methods are called on the event loop's thread."""
 
-    def __init__(self, dispatcher: Dispatcher, *, beat_interval_s: float, keys: Keys | None = None) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        *,
+        beat_interval_s: float,
+        keys: Keys | None = None,
+        decision_log: DecisionLog | None = None,
+    ) -> None:
         self._dispatcher = dispatcher
+        self._log = decision_log
         self._metrics = RouterMetrics(dispatcher)
         self._beat_interval_s = beat_interval_s
         self._keys = keys
@@ -198,7 +208,10 @@ class LiveService:
     # --- GenerationService -------------------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest) -> TokenStream:
-        request_id, actions = self._dispatcher.submit(request, time.monotonic())
+        now_s = time.monotonic()
+        if self._log is not None:
+            self._log.happened(RequestSubmitted(request), now_s)
+        request_id, actions = self._dispatcher.submit(request, now_s)
         stream = LiveStream(self, request_id, self._dispatcher.open_request(request_id), request.num_choices)
         self._streams[request_id] = stream
         self._act(actions)
@@ -301,7 +314,10 @@ class LiveService:
     # --- actions -----------------------------------------------------------------------------------------------
 
     def _handle(self, event: DispatchEvent) -> None:
-        self._act(self._dispatcher.handle(event, time.monotonic()))
+        now_s = time.monotonic()
+        if self._log is not None:
+            self._log.happened(event, now_s)
+        self._act(self._dispatcher.handle(event, now_s))
 
     def _act(self, actions: list[DispatchAction]) -> None:
         for action in actions:

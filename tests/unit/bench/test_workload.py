@@ -2,7 +2,7 @@
 
 import random
 import statistics
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 
@@ -30,7 +30,7 @@ def drain(stream: WorkStream) -> list[WorkRequest]:
 
 
 def gaps(times: list[float]) -> list[float]:
-    return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    return [later - earlier for earlier, later in pairwise(times)]
 
 
 @pytest.mark.parametrize("cv", [0.5, 1.0, 3.0])

@@ -139,6 +139,7 @@ def test_every_router_field_survives_the_command_line(launched: Launched, monkey
         tls_cert="/cert.pem",
         tls_key="/key.pem",
         cors_origins=("https://a.example", "https://b.example"),
+        decision_log="/tmp/decisions.jsonl",
     )
     defaults = [f.name for f in msgspec.structs.fields(config) if getattr(config, f.name) == f.default]
     assert defaults == []
