@@ -2,11 +2,13 @@
 
 Much smaller than the virtual cluster, so that a hundred thousand schedules take minutes. There is no engine: a block's
 contents are labels that say whose token of which layer lies where, so a byte in the wrong place is seen at once.
+In some worlds the heads are spread over ranks: then each rank's part of a push begins, lands and fails by itself.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import Failure, FailureKind, InternalFault
@@ -14,6 +16,7 @@ from disagg.core.ids import BlockId, HandoffId, Incarnation, RequestId, Sequence
 from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
 from disagg.core.roles import HandoffMode, Numerics, Role, Task
 from disagg.core.spans import KvLayout, Span
+from disagg.kvcache.conversion import rank_pairs
 from disagg.policy.batching import StepBudget
 from disagg.protocol.handoff import decode_grant_key
 from disagg.protocol.messages import AbortSequence, PoolCard, StartSequence, WorkerCard
@@ -29,13 +32,16 @@ MAX_TURNS = 4000
 ANSWER_TOKEN = 7  # what the model always says
 
 Label = tuple[SequenceId, int]  # the prefix a token ends, and its place
+Cell = tuple[int, int, int]  # layer, token, head
 
 
 class Side:
     """One worker: a scheduler, labelled blocks, the transport's view of grants and writes."""
 
-    def __init__(self, name: str, role: Role, num_blocks: int, block_size: int, mode: HandoffMode, number: int) -> None:
-        self.layout = KvLayout(NUM_LAYERS, 1, 1, "float32", block_size)
+    def __init__(
+        self, name: str, role: Role, num_blocks: int, layout: KvLayout, mode: HandoffMode, number: int
+    ) -> None:
+        self.layout = layout
         self.card = WorkerCard(
             worker_id=WorkerId(name),
             incarnation=Incarnation(number),
@@ -44,7 +50,7 @@ class Side:
             layout=self.layout,
             num_blocks=num_blocks,
             control_address=name,
-            data_endpoints=(Endpoint(TransportKind.IN_PROCESS, name),),
+            data_endpoints=tuple(Endpoint(TransportKind.IN_PROCESS, name, rank) for rank in range(layout.num_ranks)),
         )
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -64,28 +70,40 @@ class Side:
                 answer_headroom=2,
             )
         )
-        self.contents: dict[tuple[int, BlockId, int], Label] = {}  # (layer, block, place) -> label
+        self.contents: dict[tuple[int, BlockId, int, int], Label] = {}  # (layer, block, place, head) -> label
         self.grants: set[bytes] = set()
         self.landing: dict[bytes, int] = {}  # begun writes under a key
+        self.landed: set[tuple[bytes, int, Span]] = set()  # parts of pushes; the transport takes none of them twice
         self.stopped: set[bytes] = set()
         self.running: StepPlan | None = None
 
-    def write(self, blocks: tuple[BlockId, ...], span: Span, labels: dict[tuple[int, int], Label]) -> None:
-        for layer in range(span.layer_start, span.layer_stop):
-            for token in range(span.token_start, span.token_stop):
-                index, place = divmod(token, self.layout.block_size)
-                self.contents[layer, blocks[index], place] = labels[layer, token]
+    def write(self, blocks: tuple[BlockId, ...], span: Span, labels: dict[Cell, Label]) -> None:
+        for layer, token, head in self.cells(span):
+            index, place = divmod(token, self.layout.block_size)
+            self.contents[layer, blocks[index], place, head] = labels[layer, token, head]
 
-    def read(self, blocks: tuple[BlockId, ...], span: Span) -> dict[tuple[int, int], Label]:
+    def read(self, blocks: tuple[BlockId, ...], span: Span) -> dict[Cell, Label]:
         found = {}
-        for layer in range(span.layer_start, span.layer_stop):
-            for token in range(span.token_start, span.token_stop):
-                index, place = divmod(token, self.layout.block_size)
-                found[layer, token] = self.contents.get((layer, blocks[index], place), (_NOBODY, -1))
+        for layer, token, head in self.cells(span):
+            index, place = divmod(token, self.layout.block_size)
+            found[layer, token, head] = self.contents.get((layer, blocks[index], place, head), (_NOBODY, -1))
         return found
+
+    def cells(self, span: Span) -> Iterator[Cell]:
+        span = self.layout.clipped(span)
+        layers, tokens = range(span.layer_start, span.layer_stop), range(span.token_start, span.token_stop)
+        return product(layers, tokens, range(span.head_start, span.head_stop))
 
 
 _NOBODY = SequenceId(RequestId(Incarnation(0), -1), 0)
+
+
+def _layouts(one_size: int, other_size: int, rng: random.Random) -> tuple[KvLayout, KvLayout]:
+    """Of source and target: in half of all worlds of one rank each."""
+    ranks = rng.choice([(1, 1), (1, 1), (1, 1), (1, 2), (2, 1), (2, 2)])
+    sizes = zip((one_size, other_size), ranks, strict=True)
+    one, other = (KvLayout(NUM_LAYERS, max(ranks), 1, "float32", size, head_shards=shards) for size, shards in sizes)
+    return one, other
 
 
 class HandoffWorld:
@@ -94,14 +112,15 @@ class HandoffWorld:
     def __init__(self, seed: int) -> None:
         rng = self.random = random.Random(seed)
         mode = rng.choice(list(HandoffMode))
-        sizes = (rng.choice([2, 4]), rng.choice([2, 4]))
-        self.source = Side("p", Role.PREFILL, rng.randint(6, 16), sizes[0], mode, 1)
-        self.target = Side("d", Role.DECODE, rng.randint(8, 20), sizes[1], mode, 2)
+        one, other = _layouts(rng.choice([2, 4]), rng.choice([2, 4]), random.Random(f"ranks {seed}"))
+        self.source = Side("p", Role.PREFILL, rng.randint(6, 16), one, mode, 1)
+        self.target = Side("d", Role.DECODE, rng.randint(8, 20), other, mode, 2)
         self.now_s = 0.0
         self.num_handed_over = 0
         self._loss, self._repeat = rng.choice([0.0, 0.0, 0.1]), rng.choice([0.0, 0.0, 0.2])
         self._corrupt = rng.choice([0.0, 0.1])
         self._pending: list[Callable[[], None]] = []
+        self._parts: dict[tuple[HandoffId, int], list[str | None]] = {}  # what has become of a push's parts so far
         self._prompts: dict[SequenceId, tuple[int, ...]] = {}
         self._handle(self.source, events.PeerPaired(self.target.card))
         self._handle(self.target, events.PeerPaired(self.source.card))
@@ -210,7 +229,9 @@ class HandoffWorld:
                 side.grants.discard(action.grant_key)
                 self._pending.append(lambda: self._fence(side, action.grant_key))
             case PushSpan():
-                self._pending.append(lambda: self._begin(side, other, action))
+                self._parts[action.handoff_id, action.number] = []
+                for _, _, part in rank_pairs(side.layout, other.layout, action.span):
+                    self._pending.append(partial(self._begin, side, other, action, part))
             case StopPushes():
                 side.stopped.add(action.grant_key)
                 handoff_id = decode_grant_key(action.grant_key).handoff_id
@@ -222,27 +243,39 @@ class HandoffWorld:
         else:
             self._handle(side, events.GrantFenced(decode_grant_key(key).handoff_id))
 
-    def _begin(self, side: Side, other: Side, push: PushSpan) -> None:
+    def _begin(self, side: Side, other: Side, push: PushSpan, part: Span) -> None:
         if push.grant_key in side.stopped or push.grant_key not in other.grants:
             self._finish(side, push, "stopped or not granted")
             return
         other.landing[push.grant_key] = other.landing.get(push.grant_key, 0) + 1
-        self._pending.append(lambda: self._land(side, other, push))
+        self._pending.append(lambda: self._land(side, other, push, part))
 
-    def _land(self, side: Side, other: Side, push: PushSpan) -> None:
+    def _land(self, side: Side, other: Side, push: PushSpan, part: Span) -> None:
         other.landing[push.grant_key] -= 1
         if push.grant_key in side.stopped:  # its blocks may be somebody else's by now: the transport reads no more
             self._finish(side, push, "stopped")
             return
         is_corrupt = self.random.random() < self._corrupt
-        labels = side.read(push.source_blocks, push.span)
-        other.write(push.destination_blocks, push.span, dict.fromkeys(labels, (_NOBODY, -2)) if is_corrupt else labels)
+        name = (push.grant_key, push.number, part)
+        if name in other.landed:
+            self._finish(side, push, None)
+            return
+        if not is_corrupt:
+            other.landed.add(name)
+        labels = side.read(push.source_blocks, part)
+        other.write(push.destination_blocks, part, dict.fromkeys(labels, (_NOBODY, -2)) if is_corrupt else labels)
         failure = "checksum" if is_corrupt else None
         if push.grant_key in other.grants:
-            self._handle(other, events.WriteLanded(push.handoff_id, push.span, failure))
+            self._handle(other, events.WriteLanded(push.handoff_id, part, failure))
         self._finish(side, push, failure)
 
     def _finish(self, side: Side, push: PushSpan, failure: str | None) -> None:
+        """One part has ended; the last one's end is the push's."""
+        ended = self._parts[push.handoff_id, push.number]
+        ended.append(failure)
+        if len(ended) < len(rank_pairs(self.source.layout, self.target.layout, push.span)):
+            return
+        failure = next((each for each in ended if each is not None), None)
         event = events.WriteFinished(push.handoff_id, push.number, failure)
         self._pending.append(lambda: self._handle(side, event))
 
@@ -260,7 +293,7 @@ class HandoffWorld:
             for row in plan.rows:
                 stop = row.position + len(row.token_ids)
                 span = Span(row.position, stop, layer, layer + 1)
-                labels = {(layer, token): self._label(row.sequence_id, token) for token in range(row.position, stop)}
+                labels = {cell: self._label(row.sequence_id, cell[1]) for cell in side.cells(span)}
                 side.write(row.block_table, span, labels)
         if layers < NUM_LAYERS:
             self._handle(side, events.LayersComputed(plan.step_id, layers))
@@ -285,7 +318,7 @@ class HandoffWorld:
         for row in plan.rows:
             self.num_handed_over += side is self.target and row.output_position == 1
             span = Span(0, row.position + len(row.token_ids), 0, NUM_LAYERS)
-            for (layer, token), label in side.read(row.block_table, span).items():
+            for (layer, token, _), label in side.read(row.block_table, span).items():
                 if label != self._label(row.sequence_id, token):
                     who = HandoffId(row.sequence_id, 1)
                     raise InternalFault(f"{side.card.worker_id} {who}: layer {layer} token {token} holds {label}")
