@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from disagg.core.ids import Fence, HandoffId, Incarnation, RequestId, SequenceId
 from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec, finish_reason
-from disagg.protocol.handoff import GrantKey, decode_grant_key
+from disagg.protocol.handoff import CAPABILITY_BYTES, GrantKey, decode_grant_key, make_grant_key
 from disagg.protocol.journal import JournalEntry
 from disagg.protocol.messages import RouterToWorker, WorkerToRouter, WorkerToWorker
 
@@ -144,3 +144,16 @@ def test_a_journal_delivers_each_position_once_and_in_order_whatever_comes(
             break
     assert delivered == expected == entry.tokens
     assert entry.finish == finish_reason(sampling, expected[-1].token_id, len(expected))
+
+
+def test_a_grant_key_cannot_be_made_without_the_seed_of_the_process_that_grants() -> None:
+    handoff_id = HandoffId(SequenceId(RequestId(Incarnation(1), 2), 0), 1)
+    fences = [Fence(Incarnation(3), Incarnation(5), attempt) for attempt in (1, 2)]
+    keys = {(seed, fence): make_grant_key(seed, handoff_id, fence) for seed in (b"a", b"b") for fence in fences}
+    capabilities = {decode_grant_key(key).capability for key in keys.values()}
+    assert len(capabilities) == 4
+    assert {len(capability) for capability in capabilities} == {CAPABILITY_BYTES}
+    for (seed, fence), key in keys.items():
+        assert (decode_grant_key(key).handoff_id, decode_grant_key(key).fence) == (handoff_id, fence)
+        assert make_grant_key(seed, handoff_id, fence) == key  # a question asked again gets the same answer
+        assert GrantKey(handoff_id, fence).encode() != key

@@ -12,6 +12,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 
@@ -61,7 +62,10 @@ class Listener:
         return len(self._strangers)
 
     def close(self) -> None:
-        """Accept nobody any more and let the strangers go. What is served already stays."""
+        """Accept nobody any more and let the strangers go. What is served already stays. Idempotent."""
+        if self._sock.fileno() < 0:  # closed before
+            return
+        asyncio.get_running_loop().remove_reader(self._sock)  # now: its descriptor may be another's in a moment
         self._accepting.cancel()
         for task in self._strangers:
             task.cancel()
@@ -95,7 +99,14 @@ class Listener:
                 self.refused.add(Refusal.FULL)
             task = loop.create_task(self._welcome(sock))
             self._strangers[task] = None
-            task.add_done_callback(lambda ended: self._strangers.pop(ended, None))
+            task.add_done_callback(partial(self._is_dealt_with, sock))
+
+    def _is_dealt_with(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._strangers.pop(task, None)
+        if task.cancelled():  # perhaps before it began
+            sock.close()
+        elif (error := task.exception()) is not None:
+            _log.error("a connection could not be served", exc_info=error)
 
     async def _welcome(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -10,7 +10,7 @@ from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
 from disagg.core.request import EmittedToken
 from disagg.core.roles import HandoffMode, Task
-from disagg.protocol.handoff import SourceState, SourceTrigger, decode_grant_key
+from disagg.protocol.handoff import CAPABILITY_BYTES, SourceState, SourceTrigger, decode_grant_key
 from disagg.protocol.lifecycle import SequenceTrigger
 from disagg.protocol.messages import (
     AnswerReservation,
@@ -153,6 +153,8 @@ class Sending:
         try:
             named = decode_grant_key(message.grant_key)
         except msgspec.DecodeError:
+            return "a key of nothing"
+        if len(named.capability) > CAPABILITY_BYTES:
             return "a key of nothing"
         if (named.handoff_id, named.fence) != (source.handoff_id, source.fence):
             return "a key of another hand-off"

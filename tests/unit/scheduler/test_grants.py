@@ -6,7 +6,7 @@ from tests.unit.scheduler.rigs import LAYER_TOKEN_BYTES, PEER, Solo, handoff, of
 
 from disagg.core.errors import FailureKind
 from disagg.core.roles import HandoffMode, Role, Task
-from disagg.protocol.handoff import make_grant_key
+from disagg.protocol.handoff import GrantKey, make_grant_key
 from disagg.protocol.messages import CancelHandoff, FinishPrefill
 from disagg.scheduler.actions import PushSpan, RunStep
 
@@ -21,6 +21,7 @@ def source(**more: object) -> Solo:
 
 FLAWS: dict[str, dict[str, object]] = {
     "a key of nothing": {"grant_key": b"key"},
+    "a key of nothing ": {"grant_key": GrantKey(handoff(0), source().fence(), bytes(33)).encode()},
     "a key of another hand-off": {"grant_key": make_grant_key(b"seed", handoff(7), source().fence())},
     "2 blocks of 16 for 10 tokens": {"blocks": (0, 1)},
     "0 blocks of 16 for 10 tokens": {"blocks": ()},

@@ -237,3 +237,18 @@ async def test_a_grant_with_too_few_blocks_fails_the_sequence_only() -> None:
         assert cancel.handoff_id == request.handoff_id
         await source.settled()
         await channel.close()
+
+
+async def test_every_process_draws_its_own_secrets() -> None:
+    async with site("a", Role.DECODE) as one, site("b", Role.DECODE) as other:
+        seeds = [each.worker.scheduler.config.grant_seed for each in (one, other)]
+        assert [len(seed) for seed in seeds] == [32, 32]
+        assert seeds[0] != seeds[1]
+        tokens = {
+            endpoint.token
+            for each in (one, other)
+            for peer in (one, other)
+            for endpoint in each.worker.courier.card_for(each.peers.card, peer.peers.card).data_endpoints
+        }
+        assert len(tokens) == 4
+        assert all(endpoint.token == b"" for endpoint in one.peers.card.data_endpoints)
