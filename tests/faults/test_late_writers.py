@@ -9,7 +9,8 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tests.unit.transport.rigs import DEADLINE_S, EventLog
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
-from disagg.testing.memory import SealedBytesMemory
+from disagg.testing.memory import BytesLanding, SealedBytesMemory, StagedLanding
 from disagg.transport.api import GrantFenced, Sender, TransportEvent, Write, WriteFinished, WriteLanded, WriterStuck
 from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
 from disagg.transport.shared_memory_sender import SharedMemorySender
@@ -39,12 +40,25 @@ ROUNDS = [pytest.param(1, id="once"), pytest.param(10, id="ten times", marks=pyt
 PROGRAM = Path(__file__).with_name("writer_process.py")
 
 
+class WatchedMemory(SealedBytesMemory):
+    """Tells when something is about to land."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self.entered = threading.Event()
+
+    def landing(self, segments: Sequence[Segment]) -> BytesLanding | StagedLanding:
+        self.entered.set()
+        return super().landing(segments)
+
+
 class Site:
     """The arena's owner, an honest second writer in this process, and one writer that stops where it is told."""
 
     def __init__(self, kind: TransportKind, fence_timeout_s: float) -> None:
+        self.kind = kind
         self.domain = draw_domain()
-        self.memory = SealedBytesMemory(ARENA_BYTES)
+        self.memory = WatchedMemory(ARENA_BYTES)
         self.landed, self.sent = EventLog(), EventLog()
         source = SealedBytesMemory(data=b"n" * ARENA_BYTES)
         self.receiver: SharedMemoryReceiver | TcpReceiver
@@ -79,6 +93,8 @@ class Site:
             text=True,
         )
         assert self.read_line() == state
+        if self.kind is TransportKind.TCP and may_land(self.kind, state):
+            assert self.memory.entered.wait(DEADLINE_S)  # the header has been read
 
     def read_line(self) -> str:
         assert self.child.stdout is not None

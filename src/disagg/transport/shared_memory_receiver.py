@@ -18,14 +18,11 @@ import contextlib
 import logging
 import os
 import secrets
-import select
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import InternalFault, PeerFault, PeerLost, ProtocolViolation
@@ -34,7 +31,7 @@ from disagg.kvcache.memory import MappableMemory, Segment
 from disagg.transport.api import Post, WriterStuck
 from disagg.transport.deadlines import DeadlineWatch, join_all
 from disagg.transport.grants import GrantTable, Refused, Visit
-from disagg.transport.local_stream import LocalStream, abstract_address, open_peer_pidfd, peer_pid
+from disagg.transport.local_stream import abstract_address
 from disagg.transport.outbox import Outbox
 from disagg.transport.runs import RunSum, whole_arena
 from disagg.transport.shared_memory_wire import (
@@ -51,6 +48,7 @@ from disagg.transport.shared_memory_wire import (
     decode_writer,
     encode,
 )
+from disagg.transport.shared_memory_writer import PermittedWrite, Writer, end_process
 from disagg.transport.sharing import SharingDomain
 from disagg.transport.wire import clip
 
@@ -60,60 +58,7 @@ MAX_TICKETS = 64  # open at once, per connection
 ANSWER_TIMEOUT_S = 2.0  # a writer that takes no answer for so long gets none any more; what it says is still read
 SUPERSEDE_TIMEOUT_S = 2.0
 
-EndProcess = Callable[[int], None]
-
-
-def end_process(pidfd: int) -> None:
-    """SIGKILL, without any chance of hitting another process of the same number."""
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-
-
-class _Permitted(NamedTuple):
-    """A write that may be under way, and the sum of its bytes so far."""
-
-    visit: Visit
-    destination: Sequence[Segment]
-    summing: RunSum
-
-
-class _Writer:
-    """One accepted connection, its process and its thread."""
-
-    def __init__(self, sock: socket.socket, hello_timeout_s: float) -> None:
-        """Raises PeerLost, OSError."""
-        self.pid = peer_pid(sock)
-        self.pidfd = open_peer_pidfd(sock, self.pid)
-        self.stream = LocalStream(sock, hello_timeout_s)
-        self.sender: WorkerId | None = None  # known after the greeting
-        self.permitted: dict[int, _Permitted] = {}
-        self.hears = True
-        self.returned = threading.Event()  # nothing is written over this connection any more
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-    def say(self, message: Permit | Answer) -> None:
-        """A writer that hears no more may still have words for us: Farewell."""
-        if self.hears:
-            try:
-                self.stream.send(encode(message))
-            except PeerLost:
-                self.hears = False
-
-    def wake(self) -> None:
-        """Make wait_dead() return; no more copies come from this process over this connection."""
-        os.eventfd_write(self._wake, 1)
-
-    def wait_dead(self) -> None:
-        """Until the process has ended, or wake()."""
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        poll.register(self._wake, select.POLLIN)
-        poll.poll()
-
-    def close(self) -> None:
-        self.stream.close()
-        os.close(self.pidfd)
-        os.close(self._wake)
+EndWriter = Callable[[int], None]
 
 
 class SharedMemoryReceiver:
@@ -131,7 +76,7 @@ class SharedMemoryReceiver:
         hello_timeout_s: float = 5.0,
         close_timeout_s: float = 5.0,
         max_connections: int = 256,
-        end_writer: EndProcess = end_process,
+        end_writer: EndWriter = end_process,
     ) -> None:
         """Listen under a name (drawn if none is given). Raises InternalFault for memory that cannot be mapped."""
         if memory.descriptor is None:
@@ -147,9 +92,9 @@ class SharedMemoryReceiver:
         self._max_connections = max_connections
         self._end_writer = end_writer
         self._lock = threading.Lock()
-        self._writers: set[_Writer] = set()
+        self._writers: set[Writer] = set()
         self._threads: list[threading.Thread] = []  # of connections; ended ones are dropped at the next accept
-        self._by_sender: dict[WorkerId, _Writer] = {}
+        self._by_sender: dict[WorkerId, Writer] = {}
         self._is_closed = False
         self._endpoint = Endpoint(TransportKind.SHARED_MEMORY, f"{domain.name}/{name or secrets.token_hex(8)}")
         self._outbox = Outbox(post)
@@ -221,7 +166,7 @@ class SharedMemoryReceiver:
 
     def _admit(self, sock: socket.socket) -> None:
         try:
-            writer = _Writer(sock, self._hello_timeout_s)
+            writer = Writer(sock, self._hello_timeout_s)
         except (PeerLost, OSError) as error:  # a stranger, or gone already
             _log.warning("closed a connection to %s: %s", self._endpoint.address, error)
             sock.close()
@@ -241,7 +186,7 @@ class SharedMemoryReceiver:
 
     # ---- a connection's thread
 
-    def _serve(self, writer: _Writer) -> None:
+    def _serve(self, writer: Writer) -> None:
         is_over = False
         try:
             sender = self._welcome(writer)
@@ -266,7 +211,7 @@ class SharedMemoryReceiver:
                 writer.close()
             writer.returned.set()
 
-    def _hear_out(self, writer: _Writer) -> None:
+    def _hear_out(self, writer: Writer) -> None:
         """Until nothing is written over this connection any more, though it has failed."""
         writer.stream.stop_sending()  # the writer ends its copy, says farewell and closes
         try:
@@ -280,7 +225,7 @@ class SharedMemoryReceiver:
         except PeerFault:  # its end is no word of the writer
             writer.wait_dead()
 
-    def _welcome(self, writer: _Writer) -> WorkerId:
+    def _welcome(self, writer: Writer) -> WorkerId:
         """Read the greeting within hello_timeout_s; answer it. Raises PeerFault when the connection must end."""
         stream = writer.stream
         is_late = threading.Event()
@@ -318,7 +263,7 @@ class SharedMemoryReceiver:
             return f"incarnation {greeting.destination_incarnation:x} is not here, {self._incarnation:x} is; pair again"
         return None
 
-    def _supersede(self, sender: WorkerId, writer: _Writer) -> bool:
+    def _supersede(self, sender: WorkerId, writer: Writer) -> bool:
         """Make this the sender's only connection. The old one's last bytes must not land over the new one's."""
         deadline_s = time.monotonic() + SUPERSEDE_TIMEOUT_S
         while True:
@@ -334,7 +279,7 @@ class SharedMemoryReceiver:
             if not older.returned.wait(max(deadline_s - time.monotonic(), 0.0)):
                 return False
 
-    def _take(self, writer: _Writer, sender: WorkerId, message: WriterMessage) -> bool:
+    def _take(self, writer: Writer, sender: WorkerId, message: WriterMessage) -> bool:
         """Act on one message. Returns whether it was the last. Raises ProtocolViolation."""
         match message:
             case Request():
@@ -354,7 +299,7 @@ class SharedMemoryReceiver:
                 raise ProtocolViolation("a second greeting")
         return False
 
-    def _request(self, writer: _Writer, sender: WorkerId, request: Request) -> None:
+    def _request(self, writer: Writer, sender: WorkerId, request: Request) -> None:
         if request.ticket in writer.permitted or len(writer.permitted) >= MAX_TICKETS:
             raise ProtocolViolation(f"ticket {request.ticket} is open already, or {MAX_TICKETS} are")
         if any(p.visit.key == request.key and p.visit.number == request.number for p in writer.permitted.values()):
@@ -365,18 +310,18 @@ class SharedMemoryReceiver:
         )
         if isinstance(entry, Visit):
             summing = RunSum(self._arena, request.destination)
-            writer.permitted[request.ticket] = _Permitted(entry, request.destination, summing)
+            writer.permitted[request.ticket] = PermittedWrite(entry, request.destination, summing)
             writer.say(Permit(request.ticket))
         else:
             writer.say(Answer(request.ticket, clip(entry.reason) if isinstance(entry, Refused) else None))
 
-    def _permitted(self, writer: _Writer, ticket: int) -> _Permitted:
+    def _permitted(self, writer: Writer, ticket: int) -> PermittedWrite:
         found = writer.permitted.pop(ticket, None)
         if found is None:
             raise ProtocolViolation(f"ticket {ticket} has no permit")
         return found
 
-    def _verify(self, permitted: _Permitted, told: int) -> str | None:
+    def _verify(self, permitted: PermittedWrite, told: int) -> str | None:
         """Sum the bytes as they lie. Returns why they did not land, or None."""
         landed, wrong = False, None
         visit = permitted.visit
@@ -396,7 +341,7 @@ class SharedMemoryReceiver:
 
     # ---- the watch's thread
 
-    def _enforce(self, writer: _Writer, sender: WorkerId, key: bytes) -> None:
+    def _enforce(self, writer: Writer, sender: WorkerId, key: bytes) -> None:
         """End a process that may still write under a revoked key. Called while its visit is open."""
         with self._lock:
             if writer not in self._writers:
