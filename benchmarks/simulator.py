@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import msgspec
-from harness import commit, hardware
 
 from disagg.bench.traces import READERS, TraceWork
 from disagg.core.errors import ConfigurationError
@@ -23,6 +22,7 @@ from disagg.core.roles import Role
 from disagg.sim.hardware.step_model import StepShape
 from disagg.sim.scenario import Fidelity, Scenario, Slo, WorkerSpec
 from disagg.sim.simulate import simulate
+from harness import commit, hardware
 
 
 class PlainSteps(msgspec.Struct, frozen=True):

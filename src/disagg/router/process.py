@@ -61,7 +61,9 @@ async def _serve(config: RouterConfig, texts: dict[str, ModelText], access: Acce
     file = DecisionFile(config.decision_log) if config.decision_log else None
     log = DecisionLog(file.write, dispatcher_config) if file is not None else None
     dispatcher = Dispatcher(dispatcher_config, log.decided) if log is not None else Dispatcher(dispatcher_config)
-    service = LiveService(dispatcher, beat_interval_s=config.beat_interval_s, keys=load_keys(config.keys), decision_log=log)
+    service = LiveService(
+        dispatcher, beat_interval_s=config.beat_interval_s, keys=load_keys(config.keys), decision_log=log
+    )
     try:
         await _serve_http(config, texts, access, service)
     finally:
@@ -69,9 +71,7 @@ async def _serve(config: RouterConfig, texts: dict[str, ModelText], access: Acce
             file.close()
 
 
-async def _serve_http(
-    config: RouterConfig, texts: dict[str, ModelText], access: Access, service: LiveService
-) -> None:
+async def _serve_http(config: RouterConfig, texts: dict[str, ModelText], access: Access, service: LiveService) -> None:
     http = listen(config.host, config.port)
     try:
         control = await service.listen(config.control_host, config.control_port)

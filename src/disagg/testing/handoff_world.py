@@ -50,7 +50,9 @@ class Side:
             layout=self.layout,
             num_blocks=num_blocks,
             control_address=name,
-            data_endpoints=tuple(Endpoint(TransportKind.IN_PROCESS, name, rank) for rank in range(layout.num_ranks)),
+            data_endpoints=tuple(
+                Endpoint(TransportKind.IN_PROCESS, name, rank=rank) for rank in range(layout.num_ranks)
+            ),
         )
         self.scheduler = Scheduler(
             SchedulerConfig(

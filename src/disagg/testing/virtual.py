@@ -131,7 +131,9 @@ class VirtualCluster:
             layout=layout,
             num_blocks=num_blocks,
             control_address=name,
-            data_endpoints=tuple(Endpoint(TransportKind.IN_PROCESS, name, rank=rank) for rank in range(layout.num_ranks)),
+            data_endpoints=tuple(
+                Endpoint(TransportKind.IN_PROCESS, name, rank=rank) for rank in range(layout.num_ranks)
+            ),
             protocol_min=protocols[0],
             protocol_max=protocols[1],
         )
