@@ -25,7 +25,7 @@ _EQUAL: tuple[tuple[str, Callable[[WorkerCard], object]], ...] = (
     ("KV order", lambda card: card.layout.order),
 )
 _ADVICE = {
-    "arithmetic": "; give both the same --weights, and --kernels portable if one CPU only has AMX, or --numerics bounded"
+    "arithmetic": "; use the same --weights, and --kernels portable if one CPU only has AMX; or --numerics bounded"
 }
 
 
