@@ -34,7 +34,7 @@ _EQUAL: tuple[tuple[str, Callable[[WorkerCard], object]], ...] = (
     ("latent KV", lambda card: card.layout.is_latent),
 )
 _ADVICE = {
-    "arithmetic": "; --kernels portable gives CPUs with AMX and without the same, --numerics bounded allows both"
+    "arithmetic": "; use the same --weights, and --kernels portable if one CPU only has AMX; or --numerics bounded"
 }
 
 
