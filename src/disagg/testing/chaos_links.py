@@ -123,7 +123,7 @@ class ClusterLinks:
         for endpoint in card.data_endpoints:
             if endpoint.kind is TransportKind.TCP:
                 pair.data.upstream = endpoint.address
-                endpoint = Endpoint(endpoint.kind, pair.data.address)
+                endpoint = msgspec.structs.replace(endpoint, address=pair.data.address)
             endpoints.append(endpoint)
         return msgspec.structs.replace(card, control_address=pair.control.address, data_endpoints=tuple(endpoints))
 
