@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.endpoints import TransportKind
 from disagg.core.errors import InternalFault
 from disagg.protocol.messages import AnnouncePeers, AnswerPairing, Message, RequestPairing, WorkerCard
 from disagg.testing.faulty_link import FaultyLink, LinkCounts, LinkFaults, LinkKind
