@@ -52,15 +52,14 @@ def row_bytes(name: str, head_dim: int) -> int:
 @pytest.mark.parametrize("name", PAIRS)
 def test_answers_are_whole_and_the_bytes_are_those_of_the_wire(front: Front, name: str, tiny_llama: Path) -> None:
     config = read_config(tiny_llama)
-    before = front.readings()
+    before = front.wait_counted()
     first = front.post(completion(name, PROMPT, 12)).json()
     assert first["usage"]["completion_tokens"] == 12
     native = front.post(completion(MIXED, PROMPT, 12)).json()
     # Bounded: the first token is computed where the prompt is read, and is the same; later ones may come to differ.
     tokens, expected = (each["choices"][0]["logprobs"]["tokens"] for each in (first, native))
     assert tokens[0] == expected[0]
-    front.wait_idle(NUM_WORKERS)
-    seen = front.settled({"prefill": 1, "decode": 1}, before)
+    seen = front.wait_counted().since(before)
     sent = seen.total(table.HANDOFF_BYTES, worker=f"prefill-{name}")
     rows = 2 * config.num_layers * config.num_kv_heads * len(PROMPT)
     assert sent == rows * row_bytes(name, config.head_dim)
@@ -74,9 +73,7 @@ def test_the_same_prompt_again_is_answered_from_what_came_before(front: Front, n
     prompt = [5 + index % 190 for index in range(90)]
     answers = [front.complete(name, prompt, 12) for _ in range(2)]
     assert answers[0] == answers[1]
-    front.wait_idle(NUM_WORKERS)
-    before = front.readings()
+    before = front.wait_counted()
     assert front.complete(name, prompt, 12) == answers[0]
-    front.wait_idle(NUM_WORKERS)
-    seen = front.settled({"prefill": 1, "decode": 1}, before)
+    seen = front.wait_counted().since(before)
     assert seen.total(table.PROMPT_TOKENS_RECEIVED, worker=f"decode-{name}") <= 32

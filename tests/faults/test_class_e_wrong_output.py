@@ -39,7 +39,7 @@ from disagg.core.errors import FailureKind, InvalidRequest
 from disagg.core.ids import BlockId, Incarnation, RequestId, SequenceId, WorkerId
 from disagg.core.request import SamplingParams, SequenceSpec
 from disagg.core.roles import HandoffMode, Role, Task
-from disagg.core.spans import KvLayout, Span
+from disagg.core.spans import KvLayout, KvOrder, Span
 from disagg.dispatch.stream import GenerateRequest
 from disagg.policy.batching import StepBudget
 from disagg.protocol.lifecycle import SequenceState
@@ -179,13 +179,16 @@ def _blocks(decode: Site, number: int) -> tuple[BlockId, ...]:
     "num_requests", [1000, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
 def test_e3_no_answer_drifts_over_a_long_run_of_unlike_workers(num_requests: int) -> None:
-    """Block sizes 2 to 16, both modes, pools that evict all the time; prompts that share prefixes."""
+    """Block sizes 2 to 16, one and several ranks, both modes, pools that evict all the time; shared prefixes."""
     rng = random.Random(int(os.environ.get("DISAGG_SEED", "0")))
     cluster = VirtualCluster(3)
-    cluster.start_worker("prefill-0", Role.PREFILL, block_size=8, num_blocks=30)
-    cluster.start_worker("prefill-1", Role.PREFILL, block_size=16, num_blocks=20, mode=HandoffMode.SYNC)
-    cluster.start_worker("decode-0", Role.DECODE, block_size=4, num_blocks=40)
-    cluster.start_worker("decode-1", Role.DECODE, block_size=2, num_blocks=60)
+    one = KvLayout(num_layers=2, num_kv_heads=2, head_dim=2, dtype="float32", block_size=8)
+    spread = msgspec.structs.replace(one, block_size=16, head_shards=2, layer_shards=2)
+    other = msgspec.structs.replace(one, block_size=2, order=KvOrder.HEADS.value, head_shards=2)
+    cluster.start_worker("prefill-0", Role.PREFILL, layout=one, num_blocks=30)
+    cluster.start_worker("prefill-1", Role.PREFILL, layout=spread, num_blocks=20, mode=HandoffMode.SYNC)
+    cluster.start_worker("decode-0", Role.DECODE, layout=msgspec.structs.replace(one, block_size=4), num_blocks=40)
+    cluster.start_worker("decode-1", Role.DECODE, layout=other, num_blocks=60)
     cluster.time.run(until=lambda: cluster.is_ready)
     cluster.time.run_for(0.1)
     check_only_between_rounds(cluster)

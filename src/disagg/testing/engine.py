@@ -15,7 +15,7 @@ from disagg.core.errors import InternalFault
 from disagg.core.ids import BlockId, SequenceId
 from disagg.core.request import EmittedToken, SamplingParams, TokenLogprobs
 from disagg.core.spans import KvLayout, Span
-from disagg.kvcache.memory import Memory
+from disagg.kvcache.memory import Memory, Segment
 from disagg.kvcache.segments import span_segments
 from disagg.scheduler.engine import OnLayers, RowScores, Scoring, StepPlan, StepResult, StepRow
 from disagg.testing.memory import BytesMemory
@@ -75,6 +75,8 @@ class FakeEngine:
 
     def read(self, blocks: Sequence[BlockId], span: Span) -> bytes:
         """KV bytes of a span as [layer, K/V, token, head, dim], whatever the order and ranks of the arena."""
+        if self._is_plain:
+            return b"".join(self.memory.gather(span_segments(self._layout, self._num_blocks, blocks, span)))
         found = np.empty(self._shape(span), np.uint8)
         for rank, layout, part, local in self._parts(span):
             views = self.memories[rank].gather(span_segments(layout, self._num_blocks, blocks, local))
@@ -86,14 +88,25 @@ class FakeEngine:
         """What read() gives."""
         if len(payload) != self._layout.span_bytes(span):
             raise InternalFault(f"{len(payload)} bytes of KV for {self._layout.span_bytes(span)} bytes of arena")
+        if self._is_plain:
+            self._land(0, span_segments(self._layout, self._num_blocks, blocks, span), payload)
+            return
         given = np.frombuffer(payload, np.uint8).reshape(self._shape(span))
         for rank, layout, part, local in self._parts(span):
             rows = _turned(self._window(given, span, part), layout).tobytes()
-            landing, offset = self.memories[rank].landing(span_segments(layout, self._num_blocks, blocks, local)), 0
-            for buffer in landing.buffers:
-                buffer[:] = rows[offset : offset + len(buffer)]
-                offset += len(buffer)
-            landing.commit()
+            self._land(rank, span_segments(layout, self._num_blocks, blocks, local), rows)
+
+    def _land(self, rank: int, segments: Sequence[Segment], payload: bytes) -> None:
+        landing, offset = self.memories[rank].landing(segments), 0
+        for buffer in landing.buffers:
+            buffer[:] = payload[offset : offset + len(buffer)]
+            offset += len(buffer)
+        landing.commit()
+
+    @property
+    def _is_plain(self) -> bool:
+        """One arena whose wire order is that of read()."""
+        return self._layout.num_ranks == 1 and not self._layout.is_head_major
 
     def _shape(self, span: Span) -> tuple[int, ...]:
         layout = self._layout
@@ -131,15 +144,15 @@ def _scores(scoring: Scoring) -> tuple[TokenLogprobs, ...]:
 
 def kv_bytes(layout: KvLayout, token_id: int, position: int, layer: int, kv: int) -> bytes:
     """KV of one token in one layer: token_bytes long, other bytes for each head."""
-    return b"".join(
-        _row_bytes(layout.row_bytes, struct.pack("<QQQQQ", token_id, position, layer, kv, head))
-        for head in range(layout.num_kv_heads)
-    )
+    digest = hashlib.blake2b(struct.pack("<QQQQ", token_id, position, layer, kv), digest_size=8).digest()
+    if layout.num_kv_heads == 1:  # most tests
+        return (digest * (layout.row_bytes // 8 + 1))[: layout.row_bytes]
+    seeds = np.frombuffer(digest, np.uint64) + np.arange(layout.num_kv_heads, dtype=np.uint64) * _HEAD_STEP
+    rows = np.repeat(seeds[:, None], layout.row_bytes // 8 + 1, axis=1).view(np.uint8)
+    return rows[:, : layout.row_bytes].tobytes()
 
 
-def _row_bytes(num_bytes: int, name: bytes) -> bytes:
-    seed = hashlib.blake2b(name, digest_size=8).digest()
-    return (seed * (num_bytes // len(seed) + 1))[:num_bytes]
+_HEAD_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def expected_tokens(
