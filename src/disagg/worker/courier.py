@@ -83,9 +83,11 @@ class Courier:
 
     def card_for(self, card: WorkerCard, peer: WorkerCard) -> WorkerCard:
         """This worker's card as one paired peer, and nobody else, is to see it."""
-        receivers = [mover.receiver for mover in self._movers.values()]
-        endpoints = tuple(each.endpoint_for(peer.worker_id, peer.incarnation) for each in receivers)
-        return msgspec.structs.replace(card, data_endpoints=endpoints)
+        endpoints = []
+        for endpoint in card.data_endpoints:  # where the card says, which need not be where a receiver listens
+            own = self._movers[endpoint.kind].receiver.endpoint_for(peer.worker_id, peer.incarnation)
+            endpoints.append(msgspec.structs.replace(endpoint, token=own.token))
+        return msgspec.structs.replace(card, data_endpoints=tuple(endpoints))
 
     def transport_to(self, worker_id: WorkerId) -> TransportKind | None:
         """What bytes to this peer take; None for one that is not connected."""
