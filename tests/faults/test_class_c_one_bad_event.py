@@ -50,7 +50,9 @@ from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.messages import (
     AbortSequence,
     AnnouncePeers,
+    AnswerCluster,
     AnswerDrain,
+    AnswerExamination,
     AnswerPairing,
     AnswerRegistration,
     AnswerReservation,
@@ -59,10 +61,12 @@ from disagg.protocol.messages import (
     DrainWorker,
     EmitTokens,
     FinishPrefill,
+    HostLimits,
     PoolCard,
     PromptReport,
     RenewLeases,
     ReportFailure,
+    RequestExamination,
     RequestPairing,
     RequestReservation,
     RouterToWorker,
@@ -104,6 +108,8 @@ def peer_messages(number: int, fence: Fence) -> dict[type, Any]:
         TakeHandoff: TakeHandoff(which, fence),
         CancelHandoff: CancelHandoff(which, fence, CANCELLED),
         RenewLeases: RenewLeases((which,), 9.0),
+        RequestExamination: RequestExamination(),
+        AnswerExamination: AnswerExamination(own, "1", HostLimits(-1, -1, 0, 1), 0.0, False, ()),
         Beat: Beat(1, 2.5),
     }
 
@@ -113,6 +119,7 @@ def router_messages(number: int) -> dict[type, Any]:
     return {
         AnswerRegistration: AnswerRegistration(Incarnation(5)),
         AnswerDrain: AnswerDrain(),
+        AnswerCluster: AnswerCluster("1", ()),
         AnnouncePeers: AnnouncePeers(()),
         AbortSequence: AbortSequence(sequence_id(number), 1, "scripted"),
         Beat: Beat(1, 2.5),
@@ -152,7 +159,7 @@ def about_nobody() -> Iterator[events.Event]:
             yield events.PeerMessageReceived(peer, message)
     # The right peer and the right hand-off, but another attempt or another life of one of them.
     for message in peer_messages(0, STRANGE).values():
-        if not isinstance(message, RenewLeases | RequestPairing | AnswerPairing | Beat):
+        if hasattr(message, "handoff_id"):
             yield events.PeerMessageReceived(PEER, message)
 
 

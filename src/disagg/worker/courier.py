@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from disagg.channel.tally import Refusal, Tally
-from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.endpoints import TransportKind
 from disagg.core.errors import InternalFault
 from disagg.core.ids import WorkerId, rank_name
 from disagg.core.spans import MAX_TOKENS, KvLayout, Span
@@ -110,7 +110,11 @@ class Courier:
             raise InternalFault(f"transports of {len(make_movers)} ranks for {card.layout.num_ranks} of {card.layout}")
         self._post: Callable[[events.Event], None] | None = None
         self._ranks = [make(partial(self._on_transport_event, rank)) for rank, make in enumerate(make_movers)]
-        endpoints = self._endpoints(lambda receiver: receiver.endpoint)
+        endpoints = tuple(
+            msgspec.structs.replace(mover.receiver.endpoint, rank=rank)
+            for rank, movers in enumerate(self._ranks)
+            for mover in movers.values()
+        )
         self.card = msgspec.structs.replace(card, data_endpoints=endpoints)
         self._peers: dict[WorkerId, _Peer] = {}
         self._grants: dict[bytes, tuple[TransportKind, list[_RankGrant]]] = {}
@@ -140,8 +144,12 @@ class Courier:
 
     def card_for(self, card: WorkerCard, peer: WorkerCard) -> WorkerCard:
         """This worker's card as one paired peer, and nobody else, is to see it."""
-        endpoints = self._endpoints(lambda receiver: receiver.endpoint_for(peer.worker_id, peer.incarnation))
-        return msgspec.structs.replace(card, data_endpoints=endpoints)
+        endpoints = []
+        for endpoint in card.data_endpoints:  # where the card says, which need not be where a receiver listens
+            receiver = self._ranks[endpoint.rank][endpoint.kind].receiver
+            own = receiver.endpoint_for(peer.worker_id, peer.incarnation)
+            endpoints.append(msgspec.structs.replace(endpoint, token=own.token))
+        return msgspec.structs.replace(card, data_endpoints=tuple(endpoints))
 
     def transport_to(self, worker_id: WorkerId) -> TransportKind | None:
         """What bytes to this peer take; None for one that is not connected."""
@@ -168,13 +176,6 @@ class Courier:
             for reason, count in mover.refused.take().items() if mover.refused is not None else ():
                 taken[reason] = taken.get(reason, 0) + count
         return taken
-
-    def _endpoints(self, of: Callable[[Receiver], Endpoint]) -> tuple[Endpoint, ...]:
-        return tuple(
-            msgspec.structs.replace(of(mover.receiver), rank=rank)
-            for rank, movers in enumerate(self._ranks)
-            for mover in movers.values()
-        )
 
     def disconnect(self, worker_id: WorkerId) -> None:
         """Unfinished writes to this peer fail; grants to it stay until they are revoked."""

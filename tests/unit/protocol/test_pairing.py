@@ -53,7 +53,6 @@ def test_each_difference_is_named_with_both_values(field: str) -> None:
     assert back.message.index(str(values[1])) < back.message.rindex(str(values[0]))
 
 
-<<<<<<< HEAD
 def test_the_wire_is_fixed_at_pairing_and_one_that_loses_bits_needs_bounded_numerics() -> None:
     bounded = replace(card("pre-a").pool, numerics=Numerics.BOUNDED)
     one, other = (replace(card(name), pool=bounded, kv_wire=KvWire.INT8) for name in ("pre-a", "dec-b"))
@@ -72,7 +71,8 @@ def test_dtypes_may_differ_where_numerics_are_bounded() -> None:
     one = replace(card("pre-a"), pool=bounded)
     for dtype in ("float16", "bfloat16"):
         assert pairing_failure(one, replace(one, layout=replace(one.layout, dtype=dtype))) is None
-=======
+
+
 def test_unlike_arithmetic_is_refused_in_exact_numerics_only() -> None:
     """A CPU with AMX and one without: both are named, and what makes them alike."""
     one, other = card("pre-a"), card("dec-b", Role.DECODE)
@@ -89,7 +89,6 @@ def test_unlike_arithmetic_is_refused_in_exact_numerics_only() -> None:
         assert text in failure.message
     for left, right, numerics in ((tiles, tiles, Numerics.EXACT), (tiles, plain, Numerics.BOUNDED)):
         assert pairing_failure(with_arithmetic(one, left, numerics), with_arithmetic(other, right, numerics)) is None
->>>>>>> wA
 
 
 def test_block_size_pool_size_context_and_client_name_may_differ() -> None:
