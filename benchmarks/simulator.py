@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import msgspec
-from harness import commit, hardware
 
 from disagg.bench.traces import READERS, TraceWork
 from disagg.core.errors import ConfigurationError
@@ -23,6 +22,7 @@ from disagg.core.roles import Role
 from disagg.sim.hardware.step_model import StepShape
 from disagg.sim.scenario import Fidelity, Scenario, Slo, WorkerSpec
 from disagg.sim.simulate import simulate
+from harness import commit, hardware
 
 
 class PlainSteps(msgspec.Struct, frozen=True):
@@ -70,9 +70,9 @@ def main() -> int:
     parser.add_argument("trace", type=Path)
     parser.add_argument("--format", choices=sorted(READERS), required=True)
     parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--prefill", type=int, default=40)
-    parser.add_argument("--decode", type=int, default=60)
-    parser.add_argument("--rate-scale", type=float, default=60.0, help="times the trace's own rate")
+    parser.add_argument("--prefill", type=int, default=85)
+    parser.add_argument("--decode", type=int, default=15)
+    parser.add_argument("--rate-scale", type=float, default=120.0, help="times the trace's own rate")
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
