@@ -121,11 +121,7 @@ class SchedulerState:
 
     def has_any(self, states: Iterable[SequenceState]) -> bool:
         """Whether there is a sequence in one of these states."""
-        in_state = self._in_state
-        for state in states:
-            if in_state[state]:
-                return True
-        return False
+        return any(self._in_state[state] for state in states)
 
     def streams(self) -> tuple[Sequence, ...]:
         """Those that write answers: the higher priority first, then the older."""
