@@ -97,14 +97,18 @@ class Handoffs:
         self._renew_at_s = state.now_s + state.config.lease_s / 3
 
     def next_wake_s(self) -> float:
-        """When on_clock has something to do; infinity when nothing is held for anybody."""
-        wake_s = float("inf")
-        for sequence in self._state.in_state(*_STATES_WITH_PEER):
+        """When on_clock has something to do, or a refused reservation may be asked again; infinity for never."""
+        state, wake_s = self._state, float("inf")
+        if not state.has_any(_STATES_WITH_PEER):  # nearly always, where many decode
+            return wake_s
+        for sequence in state.in_state(*_STATES_WITH_PEER):
             source, destination = sequence.source, sequence.destination
             if source is not None and source.state in _RENEWING_SOURCE:
                 wake_s = min(wake_s, self._renew_at_s)
                 if source.state in _LEASED_SOURCE:
                     wake_s = min(wake_s, source.lease_until_s)
+                if source.retry_at_s > state.now_s and sequence.state is SequenceState.WAITING:
+                    wake_s = min(wake_s, source.retry_at_s)
             if destination is not None and destination.state in _LEASED_DESTINATION:
                 wake_s = min(wake_s, self._renew_at_s, destination.lease_until_s)
         return wake_s

@@ -101,12 +101,7 @@ class Scheduler:
 
     def next_wake_s(self) -> float:
         """When to send ClockTicked if nothing else happens; infinity for never."""
-        retries = [
-            sequence.source.retry_at_s
-            for sequence in self._state.in_state(SequenceState.WAITING)
-            if sequence.source is not None and sequence.source.retry_at_s > self._state.now_s
-        ]
-        return min([self._handoffs.next_wake_s(), *retries], default=float("inf"))
+        return self._handoffs.next_wake_s()
 
     @property
     def counters(self) -> Counters:

@@ -122,6 +122,10 @@ class SchedulerState:
     def num_in_state(self, state: SequenceState) -> int:
         return len(self._in_state[state])
 
+    def has_any(self, states: Iterable[SequenceState]) -> bool:
+        """Whether there is a sequence in one of these states."""
+        return any(self._in_state[state] for state in states)
+
     def streams(self) -> tuple[Sequence, ...]:
         """Those that write answers: the higher priority first, then the older."""
         if self._streams is None:

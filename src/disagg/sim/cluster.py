@@ -11,46 +11,37 @@ the last, or before anything that could depend on them: a failure, a drain, a de
 
 from itertools import count
 
-import msgspec
-
 from disagg.bench.workload import WorkRequest, WorkStream, prompt_ids
-from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import DisaggError, FailureKind, InternalFault
 from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, SamplingParams
-from disagg.core.roles import Numerics
 from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
-from disagg.dispatch.config import DispatcherConfig
 from disagg.dispatch.decided import OnDecided
 from disagg.dispatch.dispatcher import Dispatcher
 from disagg.dispatch.events import DispatchEvent, DrainAsked, TimePassed, WorkerLost, WorkerMessageReceived
 from disagg.dispatch.events import WorkerRegistered as Registered
 from disagg.dispatch.stream import GenerateRequest, RequestFailed
-from disagg.policy.batching import StepBudget
 from disagg.protocol.messages import (
     AnnouncePeers,
     EmitTokens,
-    PoolCard,
     ReportFailure,
     ReportPairing,
     RouterToWorker,
-    WorkerCard,
     WorkerToRouter,
     WorkerToWorker,
 )
 from disagg.protocol.pairing import pairing_failure
 from disagg.scheduler import events
-from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.engine import StepPlan
 from disagg.sim.events import EventHeap
 from disagg.sim.links import ComputedLinks, FairLinks, Links
 from disagg.sim.records import FAILED, FINISHED, TURNED_AWAY, OpenRecord, RecordTable, take_held
 from disagg.sim.scenario import Fault, Fidelity, LinkBreaks, Scenario, WorkerDies, WorkerDrains, WorkerSpec
+from disagg.sim.setup import card_and_config, dispatcher_config
 from disagg.sim.worker import SimWorker
 
 TICK_S = 0.5  # like the live router's
 RETRY_S = 0.1  # of a registration while its predecessor is not known to be dead
-VOCAB_SIZE = 1 << 62  # every label is a token id
 
 
 class SimCluster:
@@ -65,7 +56,7 @@ class SimCluster:
         self.ended: list[SimWorker] = []  # earlier incarnations
         self.records = RecordTable()
         self.start_s = 0.0
-        self.dispatcher = Dispatcher(_dispatcher_config(scenario), on_decided)
+        self.dispatcher = Dispatcher(dispatcher_config(scenario), on_decided)
         self._stream = stream
         self._open: dict[RequestId, OpenRecord] = {}
         self._holding: dict[WorkerId, dict[SequenceId, OpenRecord]] = {}
@@ -325,7 +316,7 @@ class SimCluster:
     # --- workers and faults ------------------------------------------------------------------------------------
 
     def _start_worker(self, spec: WorkerSpec) -> None:
-        card, config = _card_and_config(spec, Incarnation(next(self._incarnations)), is_small=self.is_small)
+        card, config = card_and_config(spec, Incarnation(next(self._incarnations)), is_small=self.is_small)
         old = self.workers.get(card.worker_id)
         if old is not None:
             self.ended.append(old)
@@ -392,44 +383,3 @@ class SimCluster:
             if record is not None:
                 worker = self.workers[record.card.worker_id]
                 self._to_worker(worker, AnnouncePeers(self.dispatcher.registry.peers_to_meet(record.card)))
-
-
-def _dispatcher_config(scenario: Scenario) -> DispatcherConfig:
-    return DispatcherConfig(
-        incarnation=Incarnation(0),
-        tokenizer_digests={model: model for model in scenario.models},
-        local_prefill_tokens=scenario.local_prefill_tokens,
-        max_open_requests=scenario.max_open_requests,
-        max_claimed_share=scenario.max_claimed_share,
-        recovery=scenario.recovery,
-    )
-
-
-def _card_and_config(
-    spec: WorkerSpec, incarnation: Incarnation, *, is_small: bool
-) -> tuple[WorkerCard, SchedulerConfig]:
-    """At large fidelity a chunk, or a cached prefix, is one push."""
-    layout, num_blocks = spec.layout, spec.blocks()
-    pool = PoolCard(spec.model, spec.model, spec.model, Numerics.EXACT, VOCAB_SIZE, spec.max_context)
-    endpoints = (Endpoint(TransportKind.TCP, spec.name),)
-    name = WorkerId(spec.name)
-    card = WorkerCard(name, incarnation, spec.role, pool, layout, num_blocks, spec.name, endpoints)
-    config = SchedulerConfig(
-        worker_id=name,
-        incarnation=incarnation,
-        role=spec.role,
-        model_digest=spec.model,
-        numerics=Numerics.EXACT,
-        layout=layout,
-        num_blocks=num_blocks,
-        max_context=spec.max_context,
-        vocab_size=VOCAB_SIZE,
-        budget=StepBudget(spec.chunk_tokens, spec.mixed_chunk_tokens, spec.max_running, spec.itl_target_s),
-        handoff_mode=spec.handoff_mode,
-        min_push_bytes=spec.min_push_bytes,
-        lease_s=spec.lease_s,
-        answer_headroom=spec.answer_headroom,
-    )
-    if not is_small:
-        config = msgspec.structs.replace(config, max_push_bytes=1 << 62)
-    return card, config
