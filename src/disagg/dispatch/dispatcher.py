@@ -358,15 +358,12 @@ class Dispatcher:
         return opened.choices[sequence_id.choice] if opened is not None and is_known else None
 
     def _deliver(self, opened: OpenRequest, choice: Choice, tokens: list[EmittedToken]) -> None:
-        entry = choice.entry
-        fresh = entry.record(tokens[0])
-        for token in tokens[1:]:
-            fresh += entry.record(token)
+        fresh = choice.entry.record_all(tokens)
         if not fresh:
             return
         self.counters.add(GENERATED_TOKENS, len(fresh))
         choice.is_answering = True
-        delivered = TokensDelivered(choice.sequence_id.choice, fresh, entry.finish)
+        delivered = TokensDelivered(choice.sequence_id.choice, fresh, choice.entry.finish)
         self._actions.append(Deliver(opened.request_id, delivered))
         if choice.entry.finish is not None:
             self._end_choice(opened, choice, ChoiceTrigger.ANSWER_ENDED)

@@ -1,5 +1,7 @@
 """What must be known of an open request to continue it elsewhere: prompt, parameters, seed, emitted ids, logprobs."""
 
+from collections.abc import Sequence
+
 from disagg.core.errors import InternalFault
 from disagg.core.ids import SequenceId
 from disagg.core.request import EmittedToken, FinishReason, SequenceSpec, finish_reason
@@ -39,6 +41,13 @@ class JournalEntry:
         if self.finish is not None:
             self._early.clear()
         return tuple(fresh)
+
+    def record_all(self, tokens: Sequence[EmittedToken]) -> tuple[EmittedToken, ...]:
+        """At least one token, as they came."""
+        fresh = self.record(tokens[0])
+        for token in tokens[1:]:
+            fresh += self.record(token)
+        return fresh
 
     def check_invariants(self) -> None:
         if [token.position for token in self.tokens] != list(range(len(self.tokens))):
