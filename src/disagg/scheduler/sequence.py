@@ -31,6 +31,7 @@ class Sequence:
         "attempt",
         "blocks",
         "destination",
+        "grammar_until_s",
         "hashes",
         "is_counted",
         "is_in_step",
@@ -79,6 +80,7 @@ class Sequence:
         self.num_committed = 0  # blocks
         self.num_expected = 0  # tokens found in the prefix index when it came: what is cached is known at admission
         self._waiting_work: PromptWork | None = None
+        self.grammar_until_s: float | None = None  # while its grammar is prepared: for how long at most
         self.is_in_step = False
         self.is_counted = False  # among its tenant's open prompts
 
@@ -190,11 +192,11 @@ class Sequence:
     def decode_row(self) -> StepRow:
         """The last token of the answer, to get the next."""
         spec, answer_ids = self.spec, self.answer_ids
-        history = self._history() if spec.sampling.has_penalty else None
+        history = self._history() if spec.sampling.needs_history else None
         row = (spec.sequence_id, (answer_ids[-1],), self.num_computed, self.blocks, spec.sampling, len(answer_ids))
         return StepRow(*row, history)
 
     def _history(self) -> TokenHistory | None:
-        if not self.spec.sampling.has_penalty:
+        if not self.spec.sampling.needs_history:
             return None
         return TokenHistory(self.attempt, self.spec.prompt_ids, tuple(self.answer_ids))

@@ -95,7 +95,7 @@ class Steps:
 
     def _streams(self) -> list[Sequence]:
         """Streams that have room for their next token; makes room at the expense of the youngest."""
-        waiting = deque(self._state.streams())
+        waiting = deque(each for each in self._state.streams() if each.grammar_until_s is None)
         block_size = self._state.cache.block_size
         ready: list[Sequence] = []
         while waiting:
@@ -142,6 +142,7 @@ class Steps:
             self.on_layers_computed(LayersComputed(plan.step_id, self._state.config.layout.num_layers))
         self._count(event.duration_s)
         self._state.step_times.observe(self._shape, event.duration_s)
+        failures = dict(event.result.failures)
         sampled: dict[Task, list[EmittedToken]] = {}
         for sequence, row, token in self._ended(event.result):
             if not sequence.is_live:
@@ -151,6 +152,8 @@ class Steps:
             if token is not None:
                 sampled.setdefault(sequence.task, []).append(token)
                 self._take_token(sequence, token)
+            elif sequence.sequence_id in failures:
+                self._state.fail(sequence, failures[sequence.sequence_id])
         for task, tokens in sampled.items():
             self._state.emit_tokens(tokens)
             self._state.counters.add(OUTPUT_TOKENS, len(tokens), label=task.value)

@@ -268,7 +268,9 @@ class HandoffWorld:
         side.running = None
         self._check_contents(side, plan)
         tokens = tuple(
-            EmittedToken(row.sequence_id, row.output_position, ANSWER_TOKEN) for row in plan.rows if row.sampling is not None
+            EmittedToken(row.sequence_id, row.output_position, ANSWER_TOKEN)
+            for row in plan.rows
+            if row.sampling is not None
         )
         self._handle(side, events.StepFinished(StepResult(plan.step_id, tokens), 0.0))
 
