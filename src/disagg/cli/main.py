@@ -87,6 +87,8 @@ def serve(
     max_open_requests: opt.MaxOpenRequests = _ROUTER.max_open_requests,
     max_queue_s: opt.MaxQueueS = _ROUTER.max_queue_s,
     max_body_bytes: opt.MaxBodyBytes = _MAX_BODY,
+    tool_parser: opt.ToolParserOption = _ROUTER.tool_parser,
+    reasoning_parser: opt.ReasoningParserOption = _ROUTER.reasoning_parser,
     kv_memory: opt.KvMemory = _KV_MEMORY,
     kv_dtype: opt.KvDtypeOption = _WORKER.kv_dtype,
     num_blocks: opt.NumBlocks = _WORKER.num_blocks,
@@ -130,6 +132,8 @@ def serve(
         max_queue_s=max_queue_s,
         beat_interval_s=beat_interval_s,
         max_body_bytes=parse_bytes(max_body_bytes),
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
     template = WorkerConfig(
         model=path,
@@ -249,6 +253,8 @@ def router(
     max_open_requests: opt.MaxOpenRequests = _ROUTER.max_open_requests,
     max_queue_s: opt.MaxQueueS = _ROUTER.max_queue_s,
     max_body_bytes: opt.MaxBodyBytes = _MAX_BODY,
+    tool_parser: opt.ToolParserOption = _ROUTER.tool_parser,
+    reasoning_parser: opt.ReasoningParserOption = _ROUTER.reasoning_parser,
     local_prefill_tokens: opt.LocalPrefillTokens = _ROUTER.local_prefill_tokens,
     beat_interval_s: opt.BeatIntervalS = _ROUTER.beat_interval_s,
 ) -> None:
@@ -265,6 +271,8 @@ def router(
         max_queue_s=max_queue_s,
         beat_interval_s=beat_interval_s,
         max_body_bytes=parse_bytes(max_body_bytes),
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
     raise SystemExit(launch.run_router(config))
 

@@ -6,6 +6,7 @@ import typer
 
 from disagg.core.formats import Kernels, KvDtype, Weights
 from disagg.core.roles import HandoffMode, Numerics
+from disagg.router.parser_names import ReasoningParser, ToolParser
 
 MODEL = "Model"
 POOLS = "Workers"
@@ -55,6 +56,14 @@ MaxOpenRequests = Annotated[
 MaxQueueS = Annotated[
     float,
     typer.Option(help="Seconds a request may queue without a token; then HTTP 503.", rich_help_panel=NETWORK),
+]
+ToolParserOption = Annotated[
+    ToolParser,
+    typer.Option(help="How models write function calls; auto: by their chat templates.", rich_help_panel=MODEL),
+]
+ReasoningParserOption = Annotated[
+    ReasoningParser,
+    typer.Option(help="Whether <think>…</think> is taken out of answers; auto: by templates.", rich_help_panel=MODEL),
 ]
 
 WeightsOption = Annotated[

@@ -36,6 +36,8 @@ from disagg.router.chat import ChatFormat
 from disagg.router.completions import CompletionFormat
 from disagg.router.fields import JsonObject, read_object
 from disagg.router.http_errors import JSON, body_too_large, http_error, routing_error
+from disagg.router.message_format import MessageFormat
+from disagg.router.message_reader import MessageReading
 from disagg.router.openai_types import SharedParams, read_chat, read_completion
 from disagg.router.request_id import RequestIdHeader
 from disagg.router.sse import DONE, ClientGone, EventStream, event, unless_client_goes
@@ -57,6 +59,7 @@ class Prepared(msgspec.Struct, frozen=True):
     params: SharedParams
     requests: tuple[GenerateRequest, ...]
     text: ModelText
+    reading: MessageReading | None = None  # of chat answers that are more than their text
 
 
 Prepare = Callable[[JsonObject, Mapping[str, ModelStatus]], Prepared]
@@ -204,7 +207,9 @@ class _Front:
         is_handed_over = False
         try:
             head = AnswerHead(prefix + answer.name, int(self._clock()), job.params.model, job.params.include_usage)
-            writer = form(head, tokenizer, job.params.num_logprobs is not None)
+            writer: AnswerFormat = form(head, tokenizer, job.params.num_logprobs is not None)
+            if job.reading is not None:
+                writer = MessageFormat(head, tokenizer, job.params.num_logprobs is not None, job.reading)
             if not job.params.stream:
                 return Response(writer.whole(await answer.collect(), answer.usage), media_type=JSON)
             opening = await _opening(answer, writer)
@@ -217,7 +222,8 @@ class _Front:
     def _prepare_chat(self, body: JsonObject, statuses: Mapping[str, ModelStatus]) -> Prepared:
         request = read_chat(body)
         text, status = self._find(request.params.model, statuses)
-        return Prepared(request.params, chat_requests(request, text, status, self._draw_seed()), text)
+        requests, plan = chat_requests(request, text, status, self._draw_seed())
+        return Prepared(request.params, requests, text, plan.reading)
 
     def _prepare_completion(self, body: JsonObject, statuses: Mapping[str, ModelStatus]) -> Prepared:
         request = read_completion(body)

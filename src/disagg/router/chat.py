@@ -80,7 +80,7 @@ class ChatFormat:
     def piece(self, piece: Piece) -> bytes:
         chunks = b""
         if piece.text or piece.entries:
-            logprobs = to_json(self._logprobs(piece.entries)) if piece.entries else b"null"
+            logprobs = to_json(self.logprobs(piece.entries)) if piece.entries else b"null"
             content = b'"delta":{"content":%b}' % to_json(piece.text)
             chunks = self._frame.chunk(piece.index, content, logprobs, None)
         if piece.finish_reason is not None:
@@ -101,7 +101,7 @@ class ChatFormat:
                     ChatChoice(
                         choice.index,
                         AssistantMessage(choice.text),
-                        self._logprobs(choice.entries) if self._has_logprobs else None,
+                        self.logprobs(choice.entries) if self._has_logprobs else None,
                         choice.finish_reason,
                     )
                     for choice in choices
@@ -110,7 +110,8 @@ class ChatFormat:
             )
         )
 
-    def _logprobs(self, entries: Sequence[TokenEntry]) -> ChatLogprobs:
+    def logprobs(self, entries: Sequence[TokenEntry]) -> ChatLogprobs:
+        """Of these tokens."""
         return ChatLogprobs([self._token_logprob(entry) for entry in entries])
 
     def _token_logprob(self, entry: TokenEntry) -> TokenLogprob:

@@ -5,6 +5,7 @@ import msgspec
 from disagg.channel.channel import DEFAULT_BEAT_INTERVAL_S
 from disagg.core.errors import ConfigurationError
 from disagg.policy.recovery import RecoveryLimits
+from disagg.router.parser_names import ReasoningParser, ToolParser
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +21,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue_s: float = RecoveryLimits().max_queue_s  # without a first token, behind others; then 503
     beat_interval_s: float = DEFAULT_BEAT_INTERVAL_S  # a worker silent for two of these is lost
     max_body_bytes: int = 8 << 20
+    tool_parser: ToolParser = ToolParser.AUTO  # how the models write function calls; auto: by their chat templates
+    reasoning_parser: ReasoningParser = ReasoningParser.AUTO  # whether <think>…</think> is taken out of answers
 
     def __post_init__(self) -> None:
         if not self.models:

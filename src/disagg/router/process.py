@@ -34,12 +34,17 @@ def run_router(config: RouterConfig) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     lifeline = watch_parent()
     try:
-        texts = {name: ModelText(load_tokenizer(resolve_model(path))) for name, path in config.models}
+        texts = {name: _model_text(path, config) for name, path in config.models}
         asyncio.run(_serve(config, texts))
     finally:
         if lifeline is not None:
             lifeline.close()
     return 0
+
+
+def _model_text(path: str, config: RouterConfig) -> ModelText:
+    tokenizer = load_tokenizer(resolve_model(path))
+    return ModelText(tokenizer, tool_parser=config.tool_parser, reasoning_parser=config.reasoning_parser)
 
 
 async def _serve(config: RouterConfig, texts: dict[str, ModelText]) -> None:

@@ -3,11 +3,18 @@
 import msgspec
 
 from disagg.core.errors import InvalidRequest, Unavailable
+from disagg.core.grammar import GrammarSpec
 from disagg.core.request import SamplingParams
 from disagg.dispatch.stream import GenerateRequest, ModelStatus
 from disagg.modelfiles.chat_template import ChatMessage, ChatTemplate
 from disagg.modelfiles.tokenizer import ModelTokenizer
+from disagg.router.answer_plan import AnswerPlan, plan_answer
 from disagg.router.openai_types import ChatRequest, CompletionRequest, Prompt, SharedParams
+from disagg.router.parser_names import ReasoningParser, ToolParser
+from disagg.router.reasoning import choose_reasoning
+from disagg.router.tools.fallback import spelled_out
+from disagg.router.tools.families import choose_parser
+from disagg.router.tools.spec import Tool
 
 _NOT_READY_RETRY_S = 2.0
 
@@ -15,14 +22,24 @@ _NOT_READY_RETRY_S = 2.0
 class ModelText:
     """Tokenizer and chat template of one served model. Every method may be called from any thread."""
 
-    def __init__(self, tokenizer: ModelTokenizer, template: ChatTemplate | None = None) -> None:
-        """Without `template` the model's own is taken, if it has one."""
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        template: ChatTemplate | None = None,
+        *,
+        tool_parser: ToolParser = ToolParser.AUTO,
+        reasoning_parser: ReasoningParser = ReasoningParser.AUTO,
+    ) -> None:
+        """Without `template` the model's own is taken, if it has one; AUTO parsers are chosen by it."""
         self.tokenizer = tokenizer
         source = tokenizer.chat_template
         self._template = template or (ChatTemplate(source, tokenizer.named_tokens) if source is not None else None)
+        source = self._template.source if self._template is not None else None
+        self.tool_parser = choose_parser(tool_parser, source)
+        self.reasoning_parser = choose_reasoning(reasoning_parser, source)
 
-    def chat_ids(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
-        """Token ids of a conversation up to where the assistant begins to write. Raises InvalidRequest."""
+    def chat_prompt(self, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...] = ()) -> str:
+        """A conversation up to where the assistant begins to write. Raises InvalidRequest."""
         template = self._template
         if template is None:
             raise InvalidRequest(
@@ -34,8 +51,13 @@ class ModelText:
             messages = tuple(
                 msgspec.structs.replace(each, role="system") if each.role == "developer" else each for each in messages
             )
-        # The template spells out the special tokens, bos included.
-        return self._encode(template.render(messages), "messages", add_special_tokens=False)
+        if not template.shows_tools:
+            return template.render(spelled_out(messages, tools))
+        return template.render(messages, tools=[tool.text for tool in tools])
+
+    def chat_ids(self, prompt: str) -> tuple[int, ...]:
+        """Token ids of a rendered conversation, which spells out the special tokens, bos included."""
+        return self._encode(prompt, "messages", add_special_tokens=False)
 
     def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a plain prompt. Raises InvalidRequest for an empty one and for ids without a token."""
@@ -71,9 +93,14 @@ def _unknown_token(param: str, token_id: int, vocab_size: int) -> InvalidRequest
     )
 
 
-def chat_requests(request: ChatRequest, text: ModelText, status: ModelStatus, seed: int) -> tuple[GenerateRequest, ...]:
-    """What to submit for one chat request. `seed` is used where the client gave none."""
-    return (_request(request.params, text.chat_ids(request.messages), "messages", text, status, seed),)
+def chat_requests(
+    request: ChatRequest, text: ModelText, status: ModelStatus, seed: int
+) -> tuple[tuple[GenerateRequest, ...], AnswerPlan]:
+    """What to submit for one chat request, and how its answer is read. `seed` is used where the client gave none."""
+    prompt = text.chat_prompt(request.messages, request.form.tool_use.shown)
+    plan = plan_answer(request.form, text.tool_parser, text.reasoning_parser, prompt)
+    prompt_ids = text.chat_ids(prompt)
+    return (_request(request.params, prompt_ids, "messages", text, status, seed, plan.grammar),), plan
 
 
 def completion_requests(
@@ -86,7 +113,13 @@ def completion_requests(
 
 
 def _request(
-    params: SharedParams, prompt_ids: tuple[int, ...], source: str, text: ModelText, status: ModelStatus, seed: int
+    params: SharedParams,
+    prompt_ids: tuple[int, ...],
+    source: str,
+    text: ModelText,
+    status: ModelStatus,
+    seed: int,
+    grammar: GrammarSpec | None = None,
 ) -> GenerateRequest:
     chosen = seed if params.seed is None else params.seed
     return GenerateRequest(
@@ -97,7 +130,8 @@ def _request(
             temperature=params.temperature,
             top_p=params.top_p,
             seed=chosen % 2**63,  # any 64-bit integer is a seed; engines take the non-negative ones
-            stop_token_ids=() if params.ignores_eos else text.tokenizer.eos_ids,
+            # An answer by a grammar ends with the text: after it nothing is allowed.
+            stop_token_ids=() if params.ignores_eos and grammar is None else text.tokenizer.eos_ids,
             num_logprobs=params.num_logprobs,
             top_k=params.top_k,
             min_p=params.min_p,
@@ -106,6 +140,7 @@ def _request(
             repetition_penalty=params.repetition_penalty,
             logit_bias=text.checked_bias(params.logit_bias),
             min_tokens=params.min_tokens,
+            grammar=grammar,
         ),
         num_choices=params.num_choices,
         is_open_ended=params.max_tokens is None,
