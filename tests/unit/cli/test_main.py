@@ -18,6 +18,7 @@ from disagg.core.errors import ConfigurationError
 from disagg.core.formats import Kernels, KvDtype, Weights
 from disagg.core.roles import HandoffMode, Numerics, Role
 from disagg.router.config import RouterConfig
+from disagg.router.parser_names import ReasoningParser, ToolParser
 from disagg.worker.config import WorkerConfig
 
 
@@ -122,6 +123,8 @@ def test_every_router_field_survives_the_command_line(launched: Launched, monkey
         max_queue_s=9.5,
         beat_interval_s=0.25,
         max_body_bytes=4096,
+        tool_parser=ToolParser.LLAMA3,
+        reasoning_parser=ReasoningParser.THINK,
     )
     defaults = [f.name for f in msgspec.structs.fields(config) if getattr(config, f.name) == f.default]
     assert defaults == []

@@ -18,9 +18,9 @@ def read_calls(fields: Fields) -> tuple[MadeCall, ...]:
     return tuple(_read_call(f"{name}[{place}]", value) for place, value in enumerate(values))
 
 
-def read_call_id(fields: Fields) -> str | None:
-    """`tool_call_id` of a tool's message."""
-    return fields.text("tool_call_id") if fields.has("tool_call_id") else None
+def read_call_id(fields: Fields) -> str:
+    """`tool_call_id` of a tool's message. Raises InvalidRequest."""
+    return fields.text("tool_call_id")
 
 
 def _read_call(name: str, value: object) -> MadeCall:
