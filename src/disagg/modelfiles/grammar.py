@@ -6,6 +6,7 @@ start about 20 ms of regular expressions, at a token about 15 ms.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Final, Self
 
 import numpy as np
@@ -99,12 +100,19 @@ class GrammarCompiler:
         return _start(spec, self._library, self._vocab_size)
 
 
+def can_check_grammars() -> bool:
+    """Whether the library is there."""
+    return _MISSING is None
+
+
 def check_grammar(spec: GrammarSpec) -> None:
     """Raises InvalidRequest with the reason when no worker could follow this grammar. Needs no vocabulary."""
+    if _MISSING is not None:
+        raise _missing()
     if len(spec.text.encode()) > MAX_GRAMMAR_BYTES:
         size = f"{len(spec.text.encode())} bytes"
         raise InvalidRequest(f"it has {size} as a grammar; at most {MAX_GRAMMAR_BYTES} are allowed")
-    state = _start(spec, _tokenizer(_Words([*_BYTES, b"<end>"], [256], (256,), list)), 257)
+    state = _start(spec, _bytes_only(), 257)
     try:
         state.allowed()
     except InvalidRequest as error:  # a rule that only ever leads to itself shows at the first token
@@ -137,8 +145,14 @@ class _Words:
 
 def _tokenizer(words: _Words) -> "LLTokenizer":
     if _MISSING is not None:
-        raise ConfigurationError(f"grammars need the package llguidance ({_MISSING}): pip install llguidance")
+        raise _missing()
     return LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=words.eos_ids)
+
+
+@lru_cache(maxsize=1)
+def _bytes_only() -> "LLTokenizer":
+    """A vocabulary of all single bytes and an end."""
+    return _tokenizer(_Words([*_BYTES, b"<end>"], [256], (256,), list))
 
 
 def _start(spec: GrammarSpec, library: "LLTokenizer", vocab_size: int) -> GrammarState:
@@ -154,6 +168,10 @@ def _start(spec: GrammarSpec, library: "LLTokenizer", vocab_size: int) -> Gramma
     if matcher.is_error():
         raise InvalidRequest(_short(matcher.get_error()))
     return GrammarState(matcher, vocab_size)
+
+
+def _missing() -> ConfigurationError:
+    return ConfigurationError(f"grammars need the package llguidance ({_MISSING}): pip install llguidance")
 
 
 def _short(reason: str) -> str:

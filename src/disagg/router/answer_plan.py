@@ -11,6 +11,7 @@ import msgspec
 
 from disagg.core.errors import InvalidRequest
 from disagg.core.grammar import GrammarKind, GrammarSpec
+from disagg.modelfiles.grammar import can_check_grammars
 from disagg.router.fields import Fields
 from disagg.router.message_reader import MessageReading
 from disagg.router.parser_names import ReasoningParser, ToolParser
@@ -76,8 +77,9 @@ def plan_answer(form: AnswerForm, tools: ToolParser, reasoning: ReasoningParser,
 
 def _grammar(form: AnswerForm, tools: ToolParser, *, is_thinking: bool, is_open: bool) -> GrammarSpec | None:
     use, answer = form.tool_use, form.response_format
-    for place, tool in enumerate(use.tools if use.shown else ()):
-        checked(GrammarSpec(GrammarKind.JSON_SCHEMA, tool.schema), f"tools[{place}].function.parameters")
+    if can_check_grammars():
+        for place, tool in enumerate(use.shown):
+            checked(GrammarSpec(GrammarKind.JSON_SCHEMA, tool.schema), f"tools[{place}].function.parameters")
     if not form.needs_grammar:
         return None
     if answer is not None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,9 +53,10 @@ async def make_site(
         script_for: ScriptFor = lambda request: Script(),
         statuses: Sequence[ModelStatus] = (ready("tiny"), ready("bare")),
         max_body_bytes: int = 1 << 20,
+        models: Mapping[str, ModelText] | None = None,
     ) -> Site:
         service = FakeGenerationService(statuses, script_for)
-        models = {"tiny": ModelText(tokenizer), "bare": ModelText(load_tokenizer(bare_folder))}
+        models = models or {"tiny": ModelText(tokenizer), "bare": ModelText(load_tokenizer(bare_folder))}
         app = create_app(
             service,
             models,
