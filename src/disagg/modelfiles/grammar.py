@@ -112,11 +112,15 @@ def check_grammar(spec: GrammarSpec) -> None:
     if len(spec.text.encode()) > MAX_GRAMMAR_BYTES:
         size = f"{len(spec.text.encode())} bytes"
         raise InvalidRequest(f"it has {size} as a grammar; at most {MAX_GRAMMAR_BYTES} are allowed")
-    state = _start(spec, _bytes_only(), 257)
     try:
-        state.allowed()
+        start_bytewise(spec).allowed()
     except InvalidRequest as error:  # a rule that only ever leads to itself shows at the first token
         raise InvalidRequest("no text satisfies it, or finding one is too much work") from error
+
+
+def start_bytewise(spec: GrammarSpec) -> GrammarState:
+    """A state over the 256 single bytes as tokens, and 256 as the end of the text. Raises InvalidRequest."""
+    return _start(spec, _bytes_only(), 257)
 
 
 def schema_text(schema: Mapping[str, object], *, is_lenient: bool) -> str:
@@ -151,7 +155,6 @@ def _tokenizer(words: _Words) -> "LLTokenizer":
 
 @lru_cache(maxsize=1)
 def _bytes_only() -> "LLTokenizer":
-    """A vocabulary of all single bytes and an end."""
     return _tokenizer(_Words([*_BYTES, b"<end>"], [256], (256,), list))
 
 
