@@ -56,7 +56,7 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "required": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
     "several": {"tools": TOOLS, "tool_choice": "required"},
     "named": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "second"}}},
-    "auto": {"tools": TOOLS},
+    "auto": {"tools": TOOLS, "max_tokens": 30},
     "cut short": {"response_format": DOCUMENT, "max_tokens": 5},
 }
 pytestmark = pytest.mark.timeout(300)
@@ -184,13 +184,13 @@ def test_the_official_client_parses(fronts: dict[str, Front]) -> None:
         assert isinstance(parsed.choices[0].message.parsed, Animal)
         tools = [openai.pydantic_function_tool(Move)]
         called = client.chat.completions.parse(
-            model=MODEL, messages=messages, tools=tools, tool_choice="required", max_tokens=200, seed=3
+            model=MODEL, messages=messages, tools=tools, tool_choice="required", parallel_tool_calls=False, seed=3
         )
         (call, *_) = called.choices[0].message.tool_calls or []
         assert isinstance(call.function.parsed_arguments, Move)
         assert called.choices[0].finish_reason == "tool_calls"
         with client.chat.completions.stream(
-            model=MODEL, messages=messages, tools=tools, tool_choice="required", max_tokens=200, seed=3
+            model=MODEL, messages=messages, tools=tools, tool_choice="required", parallel_tool_calls=False, seed=3
         ) as stream:
             final = stream.get_final_completion()
         assert final.choices[0].message.tool_calls

@@ -16,7 +16,7 @@ from disagg.telemetry import metrics as table
 from disagg.testing.model_files import write_tiny_llama
 from disagg.testing.processes import Serve
 
-LENGTH = 30  # items: long enough to be interrupted in the middle
+LENGTH = 8  # items: hundreds of tokens, long enough to be interrupted in the middle
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -61,7 +61,7 @@ def front(serve: Serve) -> Iterator[Front]:
 
 
 def question(mode: str) -> dict[str, Any]:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "write it"}], "max_tokens": 900, **MODES[mode]}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "write it"}], "max_tokens": 1500, **MODES[mode]}
     if "tools" not in body:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
     return {**body, "stream": True, "stream_options": {"include_usage": True}}

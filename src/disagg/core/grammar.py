@@ -5,7 +5,7 @@ from typing import Final
 
 import msgspec
 
-MAX_GRAMMAR_BYTES: Final = 256 << 10  # of its text in UTF-8
+MAX_GRAMMAR_BYTES: Final = 128 << 10  # of its text in UTF-8; every choice of a request carries it
 
 
 class GrammarKind(enum.StrEnum):

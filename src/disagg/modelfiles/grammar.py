@@ -112,8 +112,9 @@ def check_grammar(spec: GrammarSpec) -> None:
     if len(spec.text.encode()) > MAX_GRAMMAR_BYTES:
         size = f"{len(spec.text.encode())} bytes"
         raise InvalidRequest(f"it has {size} as a grammar; at most {MAX_GRAMMAR_BYTES} are allowed")
+    state = start_bytewise(spec)
     try:
-        start_bytewise(spec).allowed()
+        state.allowed()
     except InvalidRequest as error:  # a rule that only ever leads to itself shows at the first token
         raise InvalidRequest("no text satisfies it, or finding one is too much work") from error
 
