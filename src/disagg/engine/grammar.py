@@ -24,7 +24,8 @@ from disagg.scheduler.engine import StepRow, TokenHistory
 
 MAX_STARTED: Final = 128  # grammars kept as they are before the first token
 MAX_IDLE_STATES: Final = 128  # kept besides those of the running step
-MASK_TIMEOUT_S: Final = 10.0  # the library bounds its work per token to milliseconds: this is for what cannot happen
+# The library bounds its work per token to milliseconds: this is for what cannot happen, before a watchdog steps in.
+MASK_TIMEOUT_S: Final = 5.0
 
 Allowed = npt.NDArray[np.bool_]  # [vocab_size] by token id
 

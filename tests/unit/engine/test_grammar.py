@@ -233,3 +233,21 @@ def test_masks_are_found_while_the_step_goes_on() -> None:
     assert torch.isinf(logits[0, 1:]).all()  # those past the vocabulary too
     assert (masked.requests[0].params.num_logprobs, masked.requests[0].params.top_k) == (1, 1)
     assert not masked.failures
+
+
+def test_a_mask_that_never_comes_fails_its_row_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("disagg.engine.grammar.MASK_TIMEOUT_S", 0.05)
+    given_up = threading.Event()
+
+    class Stuck(CountingState):
+        def allowed(self) -> Allowed:
+            given_up.wait(10.0)
+            return super().allowed()
+
+    masks = GrammarMasks(lambda spec: Stuck([]))
+    sampling = SamplingParams(max_tokens=4, grammar=GRAMMAR)
+    masked = masks.start([row(0, sampling, ())]).apply(torch.zeros(1, 70), [SampleRequest(sampling, 0, 0)])
+    given_up.set()
+    (failure,) = masked.failures.values()
+    assert failure.kind is FailureKind.INTERNAL
+    assert "not found within 0.05 s" in failure.message
