@@ -30,17 +30,20 @@ class ModelText:
         tool_parser: ToolParser = ToolParser.AUTO,
         reasoning_parser: ReasoningParser = ReasoningParser.AUTO,
     ) -> None:
-        """Without `template` the model's own is taken, if it has one; AUTO parsers are chosen by it."""
+        """Without `template` the model's own are taken, if it has any; AUTO parsers are chosen by them."""
         self.tokenizer = tokenizer
-        source = tokenizer.chat_template
-        self._template = template or (ChatTemplate(source, tokenizer.named_tokens) if source is not None else None)
-        source = self._template.source if self._template is not None else None
-        self.tool_parser = choose_parser(tool_parser, source)
-        self.reasoning_parser = choose_reasoning(reasoning_parser, source)
+        own = {} if template is not None else tokenizer.vocabulary.chat_templates
+        templates = {name: ChatTemplate(source, tokenizer.named_tokens) for name, source in own.items()}
+        self._template = template or templates.get("default")
+        # Some models have a second one for conversations with tools.
+        self._tool_template = templates.get("tool_use", self._template)
+        self.tool_parser = choose_parser(tool_parser, self._tool_template.source if self._tool_template else None)
+        self.reasoning_parser = choose_reasoning(reasoning_parser, self._template.source if self._template else None)
 
     def chat_prompt(self, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...] = ()) -> str:
         """A conversation up to where the assistant begins to write. Raises InvalidRequest."""
-        template = self._template
+        has_tools = bool(tools) or any(message.calls or message.role == "tool" for message in messages)
+        template = self._tool_template if has_tools else self._template
         if template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions with a prompt instead",

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,10 +13,11 @@ from tests.unit.router.test_answers import chunks_of, says
 from disagg.core.grammar import GrammarKind
 from disagg.modelfiles.chat_template import ChatTemplate
 from disagg.modelfiles.grammar import GrammarCompiler
-from disagg.modelfiles.tokenizer import ModelTokenizer
+from disagg.modelfiles.tokenizer import ModelTokenizer, load_tokenizer
 from disagg.router.parser_names import ReasoningParser, ToolParser
 from disagg.router.text import ModelText
 from disagg.testing.generation import ready
+from disagg.testing.tokenizer_files import write_tiny_tokenizer
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -270,3 +272,17 @@ async def test_without_the_library_only_what_needs_it_is_refused(
     assert (response.status_code, error["code"]) == (400, "unsupported_parameter")
     assert "pip install llguidance" in error["message"]
     assert (await site.chat(tools=[WEATHER])).json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_a_template_of_its_own_for_tools(make_site: MakeSite, tmp_path: Path) -> None:
+    folder = write_tiny_tokenizer(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": f"{SHOWN} <|python_tag|>"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    text = ModelText(load_tokenizer(folder))
+    assert text.tool_parser is ToolParser.LLAMA3
+    site = site_with(make_site, text, "ok")
+    await site.chat()
+    assert prompt_of(site, text.tokenizer) == "plain"
+    await site.chat(tools=[CLOCK])
+    assert prompt_of(site, text.tokenizer).startswith("[clock|")
