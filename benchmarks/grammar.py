@@ -1,6 +1,6 @@
 """What an answer by a grammar costs those beside it: step times of a batch, and the library's own times.
 
-usage: python benchmarks/grammar.py [--quick] [--model MODEL]
+usage: python benchmarks/grammar.py [--quick] [--model MODEL] [--num-threads N]
 
 The real model on this machine, no process and no socket around it. Eight plain streams decode; beside them runs nobody,
 a ninth plain stream, or one that writes a document. The three take turns step by step, so that they share the noise.
@@ -124,7 +124,9 @@ def library_us(compiler: GrammarCompiler, tokenizer: ModelTokenizer, rounds: int
 
 
 def main() -> None:
-    args = harness.options(__doc__, rounds=1).parse_args()
+    parser = harness.options(__doc__, rounds=1)
+    parser.add_argument("--num-threads", type=int, help="of the forward pass; else as many as torch takes")
+    args = parser.parse_args()
     print(harness.heading(args))
     before = harness.cpu_use()
     path = Path(resolve_model(args.model))
@@ -136,7 +138,9 @@ def main() -> None:
         f"p99 {figures['mask_p99_us']:.0f} µs, replay of the document {figures['replay_us']:.0f} µs"
     )
     num_blocks = 3 * (NUM_PLAIN + 1) * BLOCKS_EACH
-    engine = TorchEngine(path, num_blocks=num_blocks, block_size=BLOCK, start_grammar=compiler.start)
+    threads: int | None = args.num_threads
+    start = compiler.start
+    engine = TorchEngine(path, num_blocks=num_blocks, block_size=BLOCK, num_threads=threads, start_grammar=start)
     times = steps_ms(engine, tokenizer, 25 if args.quick else 300)
     medians = {kind: statistics.median(values) for kind, values in times.items()}
     for kind, value in medians.items():
