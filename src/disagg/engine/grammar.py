@@ -27,6 +27,8 @@ MAX_IDLE_STATES: Final = 128  # kept besides those of the running step
 # The library bounds its work per token to milliseconds: this is for what cannot happen, before a watchdog steps in.
 MASK_TIMEOUT_S: Final = 5.0
 
+_LARGE: Final = np.float32(1e30)  # its square is more than float32 holds
+
 Allowed = npt.NDArray[np.bool_]  # [vocab_size] by token id
 
 
@@ -125,14 +127,22 @@ class Masked(NamedTuple):
     failures: dict[SequenceId, Failure]
 
 
+class Mask(NamedTuple):
+    """What one row may take."""
+
+    bias: npt.NDArray[np.float32]  # [vocab_size of the model] added to scores: 0 or -inf
+    num_allowed: int
+
+
 class StepMasks:
     """The masks of one step's rows, found one after the other by a thread that lives as long as they take."""
 
-    def __init__(self, table: GrammarTable, rows: dict[int, StepRow]) -> None:
+    def __init__(self, table: GrammarTable, vocab_size: int, rows: dict[int, StepRow]) -> None:
         """rows: those with a grammar, by their place in the logits."""
         self._table = table
+        self._vocab_size = vocab_size
         self._rows = rows
-        self._masks: dict[int, Future[Allowed]] = {place: Future() for place in rows}
+        self._masks: dict[int, Future[Mask]] = {place: Future() for place in rows}
         if rows:
             threading.Thread(target=self._find, name="grammar", daemon=True).start()
 
@@ -158,7 +168,8 @@ class StepMasks:
             assert row.sampling.grammar is not None
             assert row.history is not None
             try:
-                mask.set_result(self._table.allowed(row.sequence_id, row.sampling.grammar, row.history))
+                allowed = self._table.allowed(row.sequence_id, row.sampling.grammar, row.history)
+                mask.set_result(_mask(allowed, self._vocab_size))
             except Exception as error:  # raised again where the mask is waited for
                 mask.set_exception(error if isinstance(error, DisaggError) else InternalFault(f"no mask: {error!r}"))
 
@@ -166,8 +177,10 @@ class StepMasks:
 class GrammarMasks:
     """Finds the masks of steps beside their forward passes."""
 
-    def __init__(self, start: StartGrammar) -> None:
+    def __init__(self, start: StartGrammar, vocab_size: int) -> None:
+        """vocab_size: of the model, which may be larger than the tokenizer's."""
         self.table = GrammarTable(start)
+        self._vocab_size = vocab_size
 
     def start(self, rows: Sequence[StepRow]) -> StepMasks:
         """Begin with the rows of a step that are sampled. Raises InternalFault for one without its history."""
@@ -182,7 +195,7 @@ class GrammarMasks:
                 raise InternalFault(f"{text}; give all of them")
         if masked:
             self.table.forget(len(masked))
-        return StepMasks(self.table, masked)
+        return StepMasks(self.table, self._vocab_size, masked)
 
     def check_invariants(self) -> None:
         self.table.check_invariants()
@@ -194,17 +207,24 @@ def failure_of(error: DisaggError) -> Failure:
     return Failure(FailureKind.INVALID_REQUEST if is_invalid else FailureKind.INTERNAL, str(error))
 
 
-def _apply(allowed: Allowed, scores: Tensor, request: SampleRequest) -> SampleRequest:
+def _mask(allowed: Allowed, vocab_size: int) -> Mask:
+    """Ids past the tokenizer's vocabulary are no tokens."""
+    num_known = min(len(allowed), vocab_size)
+    bias = np.full(vocab_size, -np.inf, np.float32)
+    # Adding costs the step a fortieth of choosing by a mask, so what is added is made here.
+    with np.errstate(over="ignore"):
+        np.multiply((allowed[:num_known].astype(np.float32) - 1.0) * _LARGE, _LARGE, out=bias[:num_known])
+    return Mask(bias, int(np.count_nonzero(allowed[:num_known])))
+
+
+def _apply(mask: Mask, scores: Tensor, request: SampleRequest) -> SampleRequest:
     """Scores [vocab_size]. What is cut or listed by number then counts allowed tokens only."""
-    num_allowed = int(np.count_nonzero(allowed[: len(scores)]))
-    if num_allowed == 0:
+    if mask.num_allowed == 0:
         raise InternalFault(f"the grammar allows no token at output position {request.output_position}")
-    refused = np.ones(len(scores), np.bool_)  # ids past the tokenizer's vocabulary are no tokens
-    refused[: len(allowed)] = ~allowed[: len(scores)]
-    scores.masked_fill_(torch.from_numpy(refused).to(scores.device), float("-inf"))
+    scores.add_(torch.from_numpy(mask.bias).to(scores.device))
     params = request.params
-    top_k = min(params.top_k, num_allowed)
-    listed = None if params.num_logprobs is None else min(params.num_logprobs, num_allowed)
+    top_k = min(params.top_k, mask.num_allowed)
+    listed = None if params.num_logprobs is None else min(params.num_logprobs, mask.num_allowed)
     if (top_k, listed) == (params.top_k, params.num_logprobs):
         return request
     return request._replace(params=msgspec.structs.replace(params, top_k=top_k, num_logprobs=listed))

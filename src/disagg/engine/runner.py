@@ -81,7 +81,7 @@ class TorchEngine:
         self._arena = KvArena(self.config.kv_layout(block_size, kv_dtype.value), num_blocks, device=device)
         self._tables = BlockTables(num_blocks)
         self._tallies = TallyTable()
-        self._grammars = GrammarMasks(start_grammar)
+        self._grammars = GrammarMasks(start_grammar, self.config.vocab_size)
         with torch.inference_mode():
             self._attention, self.operations = self._backends()
             self._model = self._load(model_path, weights)

@@ -223,7 +223,7 @@ def test_masks_are_found_while_the_step_goes_on() -> None:
             assert going_on.wait(10.0)
             return super().allowed()
 
-    masks = GrammarMasks(lambda spec: Waiting([]))
+    masks = GrammarMasks(lambda spec: Waiting([]), 70)
     sampling = SamplingParams(max_tokens=4, grammar=GRAMMAR, num_logprobs=5, top_k=9)
     pending = masks.start([row(0, sampling, ())])  # returns although no mask can be there yet
     going_on.set()
@@ -244,7 +244,7 @@ def test_a_mask_that_never_comes_fails_its_row_in_time(monkeypatch: pytest.Monke
             given_up.wait(10.0)
             return super().allowed()
 
-    masks = GrammarMasks(lambda spec: Stuck([]))
+    masks = GrammarMasks(lambda spec: Stuck([]), 70)
     sampling = SamplingParams(max_tokens=4, grammar=GRAMMAR)
     masked = masks.start([row(0, sampling, ())]).apply(torch.zeros(1, 70), [SampleRequest(sampling, 0, 0)])
     given_up.set()
