@@ -58,7 +58,11 @@ class ModelText:
             return template.render(spelled_out(messages, tools))
         return template.render(messages, tools=[tool.text for tool in tools])
 
-    def chat_ids(self, prompt: str) -> tuple[int, ...]:
+    def chat_ids(self, messages: tuple[ChatMessage, ...]) -> tuple[int, ...]:
+        """Token ids of such a conversation. Raises InvalidRequest."""
+        return self.rendered_ids(self.chat_prompt(messages))
+
+    def rendered_ids(self, prompt: str) -> tuple[int, ...]:
         """Token ids of a rendered conversation, which spells out the special tokens, bos included."""
         return self._encode(prompt, "messages", add_special_tokens=False)
 
@@ -102,7 +106,7 @@ def chat_requests(
     """What to submit for one chat request, and how its answer is read. `seed` is used where the client gave none."""
     prompt = text.chat_prompt(request.messages, request.form.tool_use.shown)
     plan = plan_answer(request.form, text.tool_parser, text.reasoning_parser, prompt)
-    prompt_ids = text.chat_ids(prompt)
+    prompt_ids = text.rendered_ids(prompt)
     return (_request(request.params, prompt_ids, "messages", text, status, seed, plan.grammar),), plan
 
 

@@ -133,6 +133,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         self._state.check_invariants()
+        self._grammars.check_invariants()
         self._state.counters.check_invariants()
 
     def _on_clock(self) -> None:
