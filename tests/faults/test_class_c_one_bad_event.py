@@ -133,6 +133,7 @@ def local_events(number: int) -> dict[type, events.Event]:
         events.LayersComputed: events.LayersComputed(step, 1),
         events.StepFinished: events.StepFinished(StepResult(step, ()), 0.1),
         events.StepFailed: events.StepFailed(step, CANCELLED),
+        events.GrammarPrepared: events.GrammarPrepared(which),
         events.WriteFinished: events.WriteFinished(which, 0, None),
         events.WriteLanded: events.WriteLanded(which, Span(0, 10, 0, 3), None),
         events.GrantFenced: events.GrantFenced(which),

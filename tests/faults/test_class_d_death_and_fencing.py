@@ -9,8 +9,9 @@ D3   No message outlives its connection, and each handshake names the incarnatio
      pair is not used.
 D5   A decode worker may die after any token: the client's answer goes on where it was, none twice, none missing.
      (The same with real processes and the API's bodies: test_streams_survive.py.)
-D7   There is no grammar yet: what would constrain an answer is refused, so nothing can be restarted at its root. What
-     shapes an answer today (stop strings, sampling) is rebuilt from the tokens.
+D7   What shapes an answer (its grammar, stop strings, sampling) is a function of the tokens so far: whoever goes on
+     with it makes it anew from them, so nothing is restarted at its root.
+     (The same with real processes and JSON schemas: test_grammars_survive.py.)
 D8   Noise is a function of seed, choice and position: a moved sequence draws what it would have drawn.
 D9   A decode worker that is handed a prompt computes none of it. When it has to, the reason is a counter's label.
 ==== ==============================================================================================================
@@ -41,7 +42,7 @@ from tests.unit.worker.rigs import DEADLINE_S, gone, site, until
 
 from disagg.channel.channel import Channel
 from disagg.channel.listening import listen
-from disagg.core.errors import InvalidRequest
+from disagg.core.grammar import GrammarKind, GrammarSpec
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.roles import Role
 from disagg.kvcache.memory import Segment
@@ -54,7 +55,6 @@ from disagg.protocol.messages import (
     WorkerToRouter,
     WorkerToWorker,
 )
-from disagg.router.openai_types import read_chat, read_completion
 from disagg.telemetry import metrics as table
 from disagg.transport.api import ConnectionLost, WriteFinished
 from disagg.worker import links
@@ -267,10 +267,14 @@ def test_d3_a_restarted_receiver_at_the_same_address_takes_no_byte_meant_for_its
 LENGTH = 18
 
 
-def killed_after(cluster: WatchedCluster, num_tokens: int, temperature: float, num_choices: int) -> None:
+def killed_after(
+    cluster: WatchedCluster, num_tokens: int, temperature: float, num_choices: int, grammar: GrammarSpec | None = None
+) -> None:
     """The worker that writes dies once the client has seen so many tokens of the first choice."""
     cluster.start(2, 2, mode=any_mode(cluster.rng))
-    request_id = cluster.submit(ask(30, LENGTH, salt=7, temperature=temperature, num_choices=num_choices))
+    asked = ask(30, LENGTH, salt=7, temperature=temperature, num_choices=num_choices)
+    sampling = msgspec.structs.replace(asked.sampling, grammar=grammar)
+    request_id = cluster.submit(msgspec.structs.replace(asked, sampling=sampling))
     answer = cluster.answers[request_id]
     opened = cluster.dispatcher.open_request(request_id)
     assert opened is not None
@@ -302,14 +306,12 @@ def test_d8_a_moved_sequence_draws_what_it_would_have_drawn(num_tokens: int) -> 
         killed_after(WatchedCluster(seed + num_tokens), num_tokens, 0.8, 2)
 
 
-@pytest.mark.parametrize("asked", [{"type": "json_schema", "json_schema": {"schema": {}}}, {"type": "json_object"}])
-def test_d7_what_would_constrain_an_answer_is_refused(asked: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        read_chat({"model": "m", "messages": [{"role": "user", "content": "hi"}], "response_format": asked})
-    assert refused.value.param == "response_format"
-    with pytest.raises(InvalidRequest) as refused:
-        read_completion({"model": "m", "prompt": "hi", "response_format": asked})
-    assert refused.value.param == "response_format"
+@pytest.mark.parametrize("num_tokens", range(LENGTH))
+def test_d7_a_grammar_goes_on_where_it_was(num_tokens: int) -> None:
+    """The fake engine's grammar depends on every token so far: begun anew or one token short, it gives others."""
+    for seed in range(TIMES):
+        grammar = GrammarSpec(GrammarKind.LARK, "mod 7")
+        killed_after(WatchedCluster(seed + num_tokens), num_tokens, 0.8, 2, grammar)
 
 
 @pytest.mark.parametrize("kill_at", range(6))

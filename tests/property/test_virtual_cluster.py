@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from disagg.core.grammar import GrammarKind, GrammarSpec
 from disagg.core.ids import RequestId, SequenceId, WorkerId
 from disagg.core.request import SamplingParams
 from disagg.core.roles import HandoffMode, Role
@@ -30,6 +31,7 @@ def draw_request(rng: random.Random) -> GenerateRequest:
             temperature=rng.choice([0.0, 1.0]),
             seed=rng.randrange(2**32),
             stop_token_ids=tuple(range(rng.choice([0, 0, 100]))),
+            grammar=rng.choice([None, None, GrammarSpec(GrammarKind.LARK, "mod 7")]),
         ),
         num_choices=rng.choice([1, 1, 1, 2]),
     )

@@ -100,6 +100,8 @@ def serve(
     tls_key: opt.TlsKey = _ROUTER.tls_key,
     cors_origin: opt.CorsOrigin = None,
     decision_log: opt.DecisionLogFile = _ROUTER.decision_log,
+    tool_parser: opt.ToolParserOption = _ROUTER.tool_parser,
+    reasoning_parser: opt.ReasoningParserOption = _ROUTER.reasoning_parser,
     kv_memory: opt.KvMemory = _KV_MEMORY,
     kv_dtype: opt.KvDtypeOption = _WORKER.kv_dtype,
     num_blocks: opt.NumBlocks = _WORKER.num_blocks,
@@ -159,6 +161,8 @@ def serve(
         tls_key=tls_key,
         cors_origins=tuple(cors_origin or ()),
         decision_log=decision_log,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
     template = WorkerConfig(
         model=path,
@@ -304,6 +308,8 @@ def router(
     tls_cert: opt.TlsCert = _ROUTER.tls_cert,
     tls_key: opt.TlsKey = _ROUTER.tls_key,
     cors_origin: opt.CorsOrigin = None,
+    tool_parser: opt.ToolParserOption = _ROUTER.tool_parser,
+    reasoning_parser: opt.ReasoningParserOption = _ROUTER.reasoning_parser,
     local_prefill_tokens: opt.LocalPrefillTokens = _ROUTER.local_prefill_tokens,
     beat_interval_s: opt.BeatIntervalS = _ROUTER.beat_interval_s,
     decision_log: opt.DecisionLogFile = _ROUTER.decision_log,
@@ -332,6 +338,8 @@ def router(
         tls_key=tls_key,
         cors_origins=tuple(cors_origin or ()),
         decision_log=decision_log,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
     raise SystemExit(launch.run_router(config))
 

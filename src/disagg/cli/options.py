@@ -8,6 +8,7 @@ from disagg.core.endpoints import TransportChoice
 from disagg.core.formats import Kernels, KvDtype, KvWire, Weights
 from disagg.core.roles import HandoffMode, Numerics
 from disagg.router.config import API_KEYS_VARIABLE
+from disagg.router.parser_names import ReasoningParser, ToolParser
 
 MODEL = "Model"
 POOLS = "Workers"
@@ -85,6 +86,14 @@ MaxOpenRequests = Annotated[
 MaxQueueS = Annotated[
     float,
     typer.Option(help="Seconds a request may queue without a token; then HTTP 503.", rich_help_panel=NETWORK),
+]
+ToolParserOption = Annotated[
+    ToolParser,
+    typer.Option(help="How models write function calls; auto: by their chat templates.", rich_help_panel=MODEL),
+]
+ReasoningParserOption = Annotated[
+    ReasoningParser,
+    typer.Option(help="Whether <think>…</think> is taken out of answers; auto: by templates.", rich_help_panel=MODEL),
 ]
 
 DecisionLogFile = Annotated[

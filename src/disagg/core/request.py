@@ -4,6 +4,7 @@ import enum
 
 import msgspec
 
+from disagg.core.grammar import GrammarSpec
 from disagg.core.ids import SequenceId
 
 
@@ -12,6 +13,7 @@ class FinishReason(enum.StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"  # the router's reading of a text that stopped; workers never say it
 
 
 GREEDY_BELOW = 1e-5  # temperatures that divide scores beyond what numbers hold; the likeliest token is their limit
@@ -41,14 +43,20 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its score); each id once
     min_tokens: int = 0  # tokens of the answer before a stop id can be chosen
     num_prompt_logprobs: int | None = None  # of the prompt's tokens after the first; counted like num_logprobs
+    grammar: GrammarSpec | None = None  # which texts the answer may be
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def needs_history(self) -> bool:
+        """Whether the choice depends on the tokens so far."""
+        return self.has_penalty or self.grammar is not None
+
+    @property
     def has_penalty(self) -> bool:
-        """Whether scores depend on the tokens so far."""
+        """Whether scores change with the tokens so far."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 

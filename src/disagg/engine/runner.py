@@ -1,6 +1,7 @@
 """The engine: runs planned steps of one model on one device.
 
-run_step: check the plan -> put its rows in order -> one forward pass for all of them -> sample -> tokens in plan order.
+run_step: check the plan -> put its rows in order -> one forward pass for all of them, masks of grammars beside it ->
+sample -> tokens in plan order.
 """
 
 from collections.abc import Sequence
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from disagg.core.errors import ConfigurationError, InternalFault
 from disagg.core.formats import Kernels, KvDtype, Weights
+from disagg.core.grammar import GrammarSpec
+from disagg.core.ids import HandoffId
 from disagg.core.request import EmittedToken
 from disagg.core.spans import KvLayout
 from disagg.engine.arena import KvArena
 from disagg.engine.attention import AttentionBackend, RowSpan, TiledAttention
 from disagg.engine.generic import GenericDecoder, describe_model
+from disagg.engine.grammar import GrammarMasks, StartGrammar, no_grammars
 from disagg.engine.linears import LinearMaker
 from disagg.engine.model import Llama
 from disagg.engine.native.library import choose_library
@@ -48,8 +52,9 @@ class TorchEngine:
     """A model with its KV arena. Implements `disagg.scheduler.engine.Engine`.
 
     num_threads is torch's, for the whole process (None: leave it). kernels: `native`, `torch`, or `auto`, which takes
-    the native ones where they can be had. Raises ModelLoadError for a path that is not a model it can run,
-    ConfigurationError for a device or a size that cannot work.
+    the native ones where they can be had. start_grammar knows the model's vocabulary. Raises
+    ModelLoadError for a path that is not a model it can run, ConfigurationError for a device or a size that cannot
+    work.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class TorchEngine:
         weights: Weights = Weights.FP32,
         kv_dtype: KvDtype = KvDtype.FLOAT32,
         kernels: Kernels = Kernels.AUTO,
+        start_grammar: StartGrammar = no_grammars,
     ) -> None:
         if block_size < 1:
             raise ConfigurationError(f"block_size={block_size}: a block holds at least 1 token")
@@ -76,6 +82,7 @@ class TorchEngine:
         self._arena = KvArena(self.config.kv_layout(block_size, kv_dtype.value), num_blocks, device=device)
         self._tables = BlockTables(num_blocks)
         self._tallies = TallyTable()
+        self._grammars = GrammarMasks(start_grammar, self.config.vocab_size)
         with torch.inference_mode():
             self._attention, self.operations = self._backends()
             self._model = self._load(model_path, weights)
@@ -142,10 +149,19 @@ class TorchEngine:
         sampling = [item for item in placed if item.row.sampling is not None]
         scoring = [item for item in placed if item.row.scoring is not None and item.row.scoring.following_ids]
         requests = self._requests(sampling)
+        masks = self._grammars.start([item.row for item in sampling])
         tensors = self._tensors(placed, sampling, scoring)
         logits = self._model.forward(tensors, self._layer_done(on_layers, plan=plan))
-        tokens = _tokens(plan, sampling, sample(logits[: len(sampling)], requests))
-        return StepResult(plan.step_id, tokens, _scores(scoring, logits[len(sampling) :]))
+        sampled, scored = logits[: len(sampling)], logits[len(sampling) :]
+        requests, failures = masks.apply(sampled, requests)
+        tokens = _tokens(plan, sampling, sample(sampled, requests))
+        if failures:
+            tokens = tuple(token for token in tokens if token.sequence_id not in failures)
+        return StepResult(plan.step_id, tokens, scores=_scores(scoring, scored), failures=tuple(failures.items()))
+
+    def prepare_grammar(self, attempt_id: HandoffId, grammar: GrammarSpec, emitted_ids: tuple[int, ...]) -> None:
+        """See `disagg.scheduler.engine.Engine`."""
+        self._grammars.table.prepare(attempt_id, grammar, emitted_ids)
 
     def _layer_done(self, on_layers: OnLayers, *, plan: StepPlan) -> LayerDone:
         def layer_done(layer: int) -> None:
@@ -212,10 +228,10 @@ class TorchEngine:
         return requests
 
     def _tally(self, row: StepRow) -> Tally | None:
-        if row.history is not None and len(row.history.answer_ids) == row.output_position:
-            return self._tallies.tally(row.sequence_id, row.history)
         if row.sampling is None or not row.sampling.has_penalty:
             return None
+        if row.history is not None and len(row.history.answer_ids) == row.output_position:
+            return self._tallies.tally(row.sequence_id, row.history)
         known = "no history" if row.history is None else f"a history of {len(row.history.answer_ids)}"
         text = f"row of {row.sequence_id} has a penalty on the {row.output_position} tokens of its answer"
         raise InternalFault(f"{text} and {known}; give all of them")
@@ -223,6 +239,7 @@ class TorchEngine:
     def check_invariants(self) -> None:
         """The arena agrees with its layout, and the layout with the model."""
         self._tallies.check_invariants()
+        self._grammars.check_invariants()
         self._arena.check_invariants()
         self._tables.check_invariants()
         if self.layout != self.config.kv_layout(self.layout.block_size, self.layout.dtype):

@@ -16,12 +16,23 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from disagg.core.errors import InvalidRequest
 
 
+class MadeCall(msgspec.Struct, frozen=True):
+    """A function call that the assistant made in an earlier turn."""
+
+    id: str
+    name: str
+    arguments: str  # JSON, as the model wrote it
+
+
 class ChatMessage(msgspec.Struct, frozen=True):
     """One turn. Parts of text have been joined."""
 
     role: str
     content: str
     name: str | None = None
+    calls: tuple[MadeCall, ...] = ()  # of an assistant
+    call_id: str | None = None  # of a tool: whose answer this is
+    reasoning: str | None = None  # of an assistant: what it thought
 
 
 class ChatTemplate:
@@ -38,13 +49,23 @@ class ChatTemplate:
         self._named_tokens = dict(named_tokens)
         self._now = now
 
-    def render(self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True) -> str:
-        """The prompt text. Raises InvalidRequest with the template's own message when it refuses the messages."""
+    @property
+    def shows_tools(self) -> bool:
+        """Whether it tells the model of tools."""
+        return "tools" in self.source
+
+    def render(
+        self, messages: Sequence[ChatMessage], add_generation_prompt: bool = True, tools: Sequence[str] = ()
+    ) -> str:
+        """The prompt text; tools are JSON.
+
+        Raises InvalidRequest with the template's own message when it refuses the messages.
+        """
         turns = [_as_turn(message) for message in messages]
         try:
             return self._template.render(
                 messages=turns,
-                tools=None,
+                tools=[json.loads(tool) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._named_tokens,
@@ -70,9 +91,29 @@ class ChatTemplate:
         return environment.from_string(self.source)
 
 
-def _as_turn(message: ChatMessage) -> dict[str, str]:
-    turn = {"role": message.role, "content": message.content}
-    return turn if message.name is None else turn | {"name": message.name}
+def _as_turn(message: ChatMessage) -> dict[str, object]:
+    turn: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        turn["name"] = message.name
+    if message.calls:
+        turn["tool_calls"] = [_as_call(call) for call in message.calls]
+    if message.call_id is not None:
+        turn["tool_call_id"] = message.call_id
+    if message.reasoning is not None:
+        turn["reasoning_content"] = message.reasoning
+    return turn
+
+
+def _as_call(call: MadeCall) -> dict[str, object]:
+    """Templates print arguments as JSON themselves; what is no JSON object stays the text it is."""
+    arguments: object = call.arguments
+    try:
+        parsed = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        parsed = None
+    if isinstance(parsed, dict):
+        arguments = parsed
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _raise(message: str) -> NoReturn:

@@ -89,7 +89,7 @@ class ChatFormat:
     def piece(self, piece: Piece, usage: Usage | None = None) -> bytes:
         chunks = b""
         if piece.text or piece.entries:
-            logprobs = to_json(self._logprobs(piece.entries)) if piece.entries else b"null"
+            logprobs = to_json(self.logprobs(piece.entries)) if piece.entries else b"null"
             content = b'"delta":{"content":' + to_json(piece.text) + b"}"
             chunks = self._frame.chunk(piece.index, content, logprobs, None, usage)
         if piece.finish_reason is not None:
@@ -100,9 +100,6 @@ class ChatFormat:
         return self._frame.usage(usage)
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
-        num_prompt = self._head.num_prompt_logprobs
-        is_unset = num_prompt is None
-        prompt = msgspec.UNSET if is_unset else prompt_logprobs(choices[0].prompt, num_prompt, self._tokenizer)
         return to_json(
             ChatAnswer(
                 id=self._head.id,
@@ -113,17 +110,23 @@ class ChatFormat:
                     ChatChoice(
                         choice.index,
                         AssistantMessage(choice.text),
-                        None if self._head.num_logprobs is None else self._logprobs(choice.entries),
+                        None if self._head.num_logprobs is None else self.logprobs(choice.entries),
                         choice.finish_reason,
                     )
                     for choice in choices
                 ],
                 usage=usage_body(usage),
-                prompt_logprobs=prompt,
+                prompt_logprobs=self.prompt_logprobs(choices),
             )
         )
 
-    def _logprobs(self, entries: Sequence[TokenEntry]) -> ChatLogprobs:
+    def prompt_logprobs(self, choices: Sequence[WholeChoice]) -> PromptLogprobs | msgspec.UnsetType:
+        """Of the prompt that all choices have; unset where nobody asked."""
+        num_top = self._head.num_prompt_logprobs
+        return msgspec.UNSET if num_top is None else prompt_logprobs(choices[0].prompt, num_top, self._tokenizer)
+
+    def logprobs(self, entries: Sequence[TokenEntry]) -> ChatLogprobs:
+        """Of these tokens."""
         return ChatLogprobs([self._token_logprob(entry) for entry in entries])
 
     def _token_logprob(self, entry: TokenEntry) -> TokenLogprob:

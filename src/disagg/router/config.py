@@ -6,6 +6,7 @@ from disagg.channel.channel import DEFAULT_BEAT_INTERVAL_S
 from disagg.channel.keys import check_exposure
 from disagg.core.errors import ConfigurationError
 from disagg.policy.recovery import RecoveryLimits
+from disagg.router.parser_names import ReasoningParser, ToolParser
 
 API_KEYS_VARIABLE = "DISAGG_API_KEY"  # of the environment: keys with blanks between them
 
@@ -34,6 +35,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     cors_origins: tuple[str, ...] = ()  # whose pages may ask from a browser; "*": all
     keys: str = ""  # directory made by `disagg keys`: workers are met under mutual TLS; "": loopback only
     decision_log: str = ""  # file to write every event and decision to; "": none
+    tool_parser: ToolParser = ToolParser.AUTO  # how the models write function calls; auto: by their chat templates
+    reasoning_parser: ReasoningParser = ReasoningParser.AUTO  # whether <think>…</think> is taken out of answers
 
     def __post_init__(self) -> None:
         if not self.models:

@@ -34,6 +34,8 @@ from disagg.router.choice import Piece
 from disagg.router.completions import CompletionFormat
 from disagg.router.fields import JsonObject, read_object
 from disagg.router.http_errors import JSON, http_error
+from disagg.router.message_format import MessageFormat
+from disagg.router.message_reader import MessageReading
 from disagg.router.models import ServedModels
 from disagg.router.openai_types import SharedParams, read_chat, read_completion
 from disagg.router.sse import DONE, EventStream, event, unless_client_goes
@@ -49,6 +51,7 @@ class Prepared(msgspec.Struct, frozen=True):
     requests: tuple[GenerateRequest, ...]
     text: ModelText
     written: tuple[str | None, ...]  # the prompts as the client wrote them; None: as token ids
+    reading: MessageReading | None = None  # of chat answers that are more than their text
 
 
 Prepare = Callable[[JsonObject, Mapping[str, ModelStatus]], Prepared]
@@ -114,7 +117,7 @@ class Generation:
                 num_logprobs=params.num_logprobs,
                 num_prompt_logprobs=params.num_prompt_logprobs,
             )
-            writer = form(head, tokenizer)
+            writer = _writer(form, head, job)
             if not params.stream:
                 return Response(writer.whole(await answer.collect(), answer.usage), media_type=JSON)
             chunks = _Chunks(answer, writer, params)
@@ -128,8 +131,8 @@ class Generation:
     def _prepare_chat(self, body: JsonObject, statuses: Mapping[str, ModelStatus]) -> Prepared:
         request = read_chat(body)
         text = self._models.text(request.params.model)
-        requests = chat_requests(request, text, statuses[request.params.model], self._draw_seed())
-        return Prepared(request.params, requests, text, (None,))
+        requests, plan = chat_requests(request, text, statuses[request.params.model], self._draw_seed())
+        return Prepared(request.params, requests, text, (None,), plan.reading)
 
     def _prepare_completion(self, body: JsonObject, statuses: Mapping[str, ModelStatus]) -> Prepared:
         request = read_completion(body)
@@ -137,6 +140,12 @@ class Generation:
         requests = completion_requests(request, text, statuses[request.params.model], self._draw_seed())
         written = tuple(prompt if isinstance(prompt, str) else None for prompt in request.prompts)
         return Prepared(request.params, requests, text, written)
+
+
+def _writer(form: Format, head: AnswerHead, job: Prepared) -> AnswerFormat:
+    if job.reading is None:
+        return form(head, job.text.tokenizer)
+    return MessageFormat(head, job.text.tokenizer, job.reading)
 
 
 def _of(caller: Caller, request: GenerateRequest) -> GenerateRequest:

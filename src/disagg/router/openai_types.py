@@ -10,7 +10,9 @@ import msgspec
 
 from disagg.core.errors import InvalidRequest
 from disagg.modelfiles.chat_template import ChatMessage
+from disagg.router.answer_plan import AnswerForm, read_form
 from disagg.router.fields import Fields, JsonObject, kind_of, wrong_type
+from disagg.router.tools.turns import read_call_id, read_calls
 
 MAX_CHOICES: Final = 128  # of one request, over all its prompts
 MAX_STOPS: Final = 4
@@ -28,7 +30,7 @@ _MAX_BIAS: Final = 100.0
 _MAX_PENALTY: Final = 2.0
 # Any factor above 0 would do; past these scores leave float32.
 _REPETITION_PENALTY: Final = (0.01, 100.0)
-_ROLES: Final = ("system", "developer", "user", "assistant")
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 # Parts of others' APIs that would change the answer; absent or false is as good as not said.
 REFUSED: Final = ("use_beam_search", "prompt_embeds", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -82,6 +84,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
 
     params: SharedParams
     messages: tuple[ChatMessage, ...]
+    form: AnswerForm = AnswerForm()
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
@@ -95,11 +98,9 @@ def read_chat(body: JsonObject) -> ChatRequest:
     """Raises InvalidRequest naming the first field that is wrong."""
     fields = Fields(body)
     model = fields.text("model")
-    fields.refuse_unless("tools", [])
+    form = read_form(fields)
     fields.refuse_unless("functions", [])
-    fields.refuse_unless("tool_choice", "none", "auto")
     fields.refuse_unless("function_call", "none", "auto")
-    fields.refuse_unless("response_format", {"type": "text"})
     fields.refuse_unless("modalities", ["text"], [])
     fields.refuse_unless("reasoning_effort", "none")
     fields.refuse_unless("echo", False)
@@ -114,7 +115,7 @@ def read_chat(body: JsonObject) -> ChatRequest:
     if top is not None and not wants_logprobs:
         raise InvalidRequest("'top_logprobs' needs 'logprobs' to be true", param="top_logprobs")
     num_logprobs = (top or 0) if wants_logprobs else None
-    return ChatRequest(_read_common(fields, model, max_tokens, num_logprobs), messages)
+    return ChatRequest(_read_common(fields, model, max_tokens, num_logprobs), messages, form)
 
 
 def read_completion(body: JsonObject) -> CompletionRequest:
@@ -297,21 +298,17 @@ def _read_message(name: str, value: object) -> ChatMessage:
         raise wrong_type(name, "an object", value)
     fields = Fields(cast(JsonObject, value), f"{name}.")
     role = fields.text("role")
-    if role in ("tool", "function"):
-        raise InvalidRequest(
-            f"'{name}.role' is {role!r}; tools are not supported yet",
-            param=f"{name}.role",
-            code="unsupported_parameter",
-        )
     if role not in _ROLES:
         raise InvalidRequest(f"'{name}.role' is {role!r}; it must be one of {', '.join(_ROLES)}", param=f"{name}.role")
-    fields.refuse_unless("tool_calls", [])
+    calls = read_calls(fields) if role == "assistant" else ()
     fields.refuse_unless("function_call")
     fields.refuse_unless("audio")
     # An assistant's turn may be without content; nobody else's.
     is_optional = role == "assistant" and not fields.has("content")
     content = "" if is_optional else _read_content(fields.name("content"), fields.required("content"))
-    return ChatMessage(role, content, fields.text("name") if fields.has("name") else None)
+    reasoning = fields.text("reasoning_content") if role == "assistant" and fields.has("reasoning_content") else None
+    speaker = fields.text("name") if fields.has("name") else None
+    return ChatMessage(role, content, speaker, calls, read_call_id(fields) if role == "tool" else None, reasoning)
 
 
 def _read_content(name: str, value: object) -> str:

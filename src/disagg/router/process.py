@@ -42,12 +42,17 @@ def run_router(config: RouterConfig) -> int:
     try:
         access = load_access(config.api_keys, config.api_keys_file)
         raise_descriptor_limit()
-        texts = {name: ModelText(load_tokenizer(resolve_model(path))) for name, path in config.models}
+        texts = {name: _model_text(path, config) for name, path in config.models}
         asyncio.run(_serve(config, texts, access))
     finally:
         if lifeline is not None:
             lifeline.close()
     return 0
+
+
+def _model_text(path: str, config: RouterConfig) -> ModelText:
+    tokenizer = load_tokenizer(resolve_model(path))
+    return ModelText(tokenizer, tool_parser=config.tool_parser, reasoning_parser=config.reasoning_parser)
 
 
 async def _serve(config: RouterConfig, texts: dict[str, ModelText], access: Access) -> None:

@@ -3,11 +3,18 @@
 import msgspec
 
 from disagg.core.errors import InvalidRequest, Unavailable
+from disagg.core.grammar import GrammarSpec
 from disagg.core.request import SamplingParams
 from disagg.dispatch.stream import GenerateRequest, ModelStatus
 from disagg.modelfiles.chat_template import ChatMessage, ChatTemplate
 from disagg.modelfiles.tokenizer import ModelTokenizer
+from disagg.router.answer_plan import AnswerPlan, plan_answer
 from disagg.router.openai_types import ChatRequest, CompletionRequest, Prompt, SharedParams
+from disagg.router.parser_names import ReasoningParser, ToolParser
+from disagg.router.reasoning import choose_reasoning
+from disagg.router.tools.fallback import spelled_out
+from disagg.router.tools.families import choose_parser
+from disagg.router.tools.spec import Tool
 
 MAX_PROMPT_SCORES = 500_000  # about 13 bytes each
 _NOT_READY_RETRY_S = 2.0
@@ -16,15 +23,30 @@ _NOT_READY_RETRY_S = 2.0
 class ModelText:
     """Tokenizer and chat template of one served model. Every method may be called from any thread."""
 
-    def __init__(self, tokenizer: ModelTokenizer, template: ChatTemplate | None = None) -> None:
-        """Without `template` the model's own is taken, if it has one."""
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        template: ChatTemplate | None = None,
+        *,
+        tool_parser: ToolParser = ToolParser.AUTO,
+        reasoning_parser: ReasoningParser = ReasoningParser.AUTO,
+    ) -> None:
+        """Without `template` the model's own are taken, if it has any; AUTO parsers are chosen by them."""
         self.tokenizer = tokenizer
-        source = tokenizer.chat_template
-        self._template = template or (ChatTemplate(source, tokenizer.named_tokens) if source is not None else None)
+        own = {} if template is not None else tokenizer.vocabulary.chat_templates
+        templates = {name: ChatTemplate(source, tokenizer.named_tokens) for name, source in own.items()}
+        self._template = template or templates.get("default")
+        # Some models have a second one for conversations with tools.
+        self._tool_template = templates.get("tool_use", self._template)
+        self.tool_parser = choose_parser(tool_parser, self._tool_template.source if self._tool_template else None)
+        self.reasoning_parser = choose_reasoning(reasoning_parser, self._template.source if self._template else None)
 
-    def chat_ids(self, messages: tuple[ChatMessage, ...], *, add_generation_prompt: bool = True) -> tuple[int, ...]:
-        """Token ids of a conversation, up to where the assistant begins to write. Raises InvalidRequest."""
-        template = self._template
+    def chat_prompt(
+        self, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...] = (), *, add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation, up to where the assistant begins to write. Raises InvalidRequest."""
+        has_tools = bool(tools) or any(message.calls or message.role == "tool" for message in messages)
+        template = self._tool_template if has_tools else self._template
         if template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions with a prompt instead",
@@ -35,8 +57,19 @@ class ModelText:
             messages = tuple(
                 msgspec.structs.replace(each, role="system") if each.role == "developer" else each for each in messages
             )
-        # The template spells out the special tokens, bos included.
-        return self._encode(template.render(messages, add_generation_prompt), "messages", add_special_tokens=False)
+        if not template.shows_tools:
+            return template.render(spelled_out(messages, tools), add_generation_prompt)
+        return template.render(messages, add_generation_prompt, [tool.text for tool in tools])
+
+    def chat_ids(
+        self, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...] = (), *, add_generation_prompt: bool = True
+    ) -> tuple[int, ...]:
+        """Token ids of such a conversation. Raises InvalidRequest."""
+        return self.rendered_ids(self.chat_prompt(messages, tools, add_generation_prompt=add_generation_prompt))
+
+    def rendered_ids(self, prompt: str) -> tuple[int, ...]:
+        """Token ids of a rendered conversation, which spells out the special tokens, bos included."""
+        return self._encode(prompt, "messages", add_special_tokens=False)
 
     def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a plain prompt. Raises InvalidRequest for an empty one and for ids without a token."""
@@ -74,9 +107,14 @@ def _unknown_token(param: str, token_id: int, vocab_size: int) -> InvalidRequest
     )
 
 
-def chat_requests(request: ChatRequest, text: ModelText, status: ModelStatus, seed: int) -> tuple[GenerateRequest, ...]:
-    """What to submit for one chat request. `seed` is used where the client gave none."""
-    return (_request(request.params, text.chat_ids(request.messages), "messages", text, status, seed),)
+def chat_requests(
+    request: ChatRequest, text: ModelText, status: ModelStatus, seed: int
+) -> tuple[tuple[GenerateRequest, ...], AnswerPlan]:
+    """What to submit for one chat request, and how its answer is read. `seed` is used where the client gave none."""
+    prompt = text.chat_prompt(request.messages, request.form.tool_use.shown)
+    plan = plan_answer(request.form, text.tool_parser, text.reasoning_parser, prompt)
+    prompt_ids = text.rendered_ids(prompt)
+    return (_request(request.params, prompt_ids, "messages", text, status, seed, plan.grammar),), plan
 
 
 def completion_requests(
@@ -89,10 +127,17 @@ def completion_requests(
 
 
 def _request(
-    params: SharedParams, prompt_ids: tuple[int, ...], source: str, text: ModelText, status: ModelStatus, seed: int
+    params: SharedParams,
+    prompt_ids: tuple[int, ...],
+    source: str,
+    text: ModelText,
+    status: ModelStatus,
+    seed: int,
+    grammar: GrammarSpec | None = None,
 ) -> GenerateRequest:
     chosen = seed if params.seed is None else params.seed
-    eos_ids = () if params.ignores_eos else text.tokenizer.eos_ids
+    # An answer by a grammar ends with the text: after it nothing is allowed.
+    eos_ids = () if params.ignores_eos and grammar is None else text.tokenizer.eos_ids
     stop_ids = text.checked_ids("stop_token_ids", params.stop_token_ids)
     _check_num_scores(params.num_scored, len(prompt_ids))
     return GenerateRequest(
@@ -114,6 +159,7 @@ def _request(
             logit_bias=text.checked_bias(params.logit_bias),
             min_tokens=params.min_tokens,
             num_prompt_logprobs=params.num_scored,
+            grammar=grammar,
         ),
         num_choices=params.num_choices,
         is_open_ended=params.max_tokens is None,

@@ -8,6 +8,7 @@ from disagg.core.errors import InvalidRequest
 from disagg.router.fields import Fields, JsonObject, wrong_type
 from disagg.router.models import ServedModels
 from disagg.router.openai_types import read_messages
+from disagg.router.tools.spec import read_tool_use
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True):
@@ -32,7 +33,8 @@ def tokenize(body: JsonObject, models: ServedModels) -> TokenizeAnswer:
     text = models.text(model)
     if fields.has("messages"):
         add_prompt = fields.boolean("add_generation_prompt", True)
-        token_ids = text.chat_ids(read_messages(fields), add_generation_prompt=add_prompt)
+        shown = read_tool_use(fields).shown
+        token_ids = text.chat_ids(read_messages(fields), shown, add_generation_prompt=add_prompt)
     else:
         prompt = fields.text("prompt")
         token_ids = tuple(text.tokenizer.encode(prompt, fields.boolean("add_special_tokens", True)))

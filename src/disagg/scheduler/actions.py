@@ -2,6 +2,7 @@
 
 import msgspec
 
+from disagg.core.grammar import GrammarSpec
 from disagg.core.ids import BlockId, HandoffId, WorkerId
 from disagg.core.spans import Span
 from disagg.protocol.messages import WorkerToRouter, WorkerToWorker
@@ -25,6 +26,14 @@ class RunStep(msgspec.Struct, frozen=True):
     """One at a time; answered by StepFinished or StepFailed."""
 
     plan: StepPlan
+
+
+class PrepareGrammar(msgspec.Struct, frozen=True):
+    """Beside the steps; answered by GrammarPrepared, unless it hangs."""
+
+    attempt_id: HandoffId
+    grammar: GrammarSpec
+    emitted_ids: tuple[int, ...]
 
 
 class OpenGrant(msgspec.Struct, frozen=True):
@@ -61,4 +70,4 @@ class StopPushes(msgspec.Struct, frozen=True):
     peer: WorkerId
 
 
-Action = SendToRouter | SendToPeer | RunStep | OpenGrant | RevokeGrant | PushSpan | StopPushes
+Action = SendToRouter | SendToPeer | RunStep | PrepareGrammar | OpenGrant | RevokeGrant | PushSpan | StopPushes

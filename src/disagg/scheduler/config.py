@@ -30,3 +30,4 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     starvation_s: float = 2.0  # a sequence refused room this long is not overtaken by any that came later
     grant_seed: bytes = b""  # secret of this incarnation behind its grants' capabilities; virtual worlds need none
     reserve_ahead: int = 2  # step budgets of prompt work that may hold reservations at once
+    grammar_timeout_s: float = 10.0  # for an answer's grammar to be prepared; others run meanwhile

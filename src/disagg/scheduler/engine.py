@@ -5,7 +5,9 @@ from typing import Protocol
 
 import msgspec
 
-from disagg.core.ids import BlockId, SequenceId, StepId
+from disagg.core.errors import Failure
+from disagg.core.grammar import GrammarSpec
+from disagg.core.ids import BlockId, HandoffId, SequenceId, StepId
 from disagg.core.request import EmittedToken, SamplingParams, TokenLogprobs
 from disagg.core.spans import KvLayout
 from disagg.kvcache.memory import Memory
@@ -42,7 +44,7 @@ class StepRow(msgspec.Struct, frozen=True, gc=False):
     block_table: tuple[BlockId, ...]
     sampling: SamplingParams | None  # None: a chunk that is not the prompt's last; nothing is sampled
     output_position: int = 0  # position in the answer of the token that is sampled
-    history: TokenHistory | None = None  # where the sampling has a penalty; nobody else pays for it
+    history: TokenHistory | None = None  # where the sampling needs it; nobody else pays for it
     scoring: Scoring | None = None
 
 
@@ -71,11 +73,15 @@ class RowScores(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, gc=False):
-    """One sampled token for each row that asked for one, and scores for each row that asked for them."""
+    """One sampled token for each row that asked for one, and scores for each row that asked for them.
+
+    Instead of a token there may be a reason why there is none: such a sequence cannot go on here.
+    """
 
     step_id: StepId
     tokens: tuple[EmittedToken, ...]
     scores: tuple[RowScores, ...] = ()
+    failures: tuple[tuple[SequenceId, Failure], ...] = ()
 
 
 # Called on the step's own thread after each layer, with the number of layers whose KV for this step is written.
@@ -83,7 +89,10 @@ OnLayers = Callable[[int], None]
 
 
 class Engine(Protocol):
-    """Runs planned steps. One thread calls run_step; memory may be read and written from others."""
+    """Runs planned steps. One thread calls run_step; memory may be read and written from others.
+
+    Grammars are prepared from other threads too, before the first step that samples with them.
+    """
 
     @property
     def layout(self) -> KvLayout: ...
@@ -96,3 +105,9 @@ class Engine(Protocol):
 
     def run_step(self, plan: StepPlan, on_layers: OnLayers) -> StepResult:
         """Compute the plan's tokens, write their KV, sample. Blocking."""
+
+    def prepare_grammar(self, attempt_id: HandoffId, grammar: GrammarSpec, emitted_ids: tuple[int, ...]) -> None:
+        """Compile and read the answer so far, so that no step waits for it. Blocking.
+
+        Raises InvalidRequest with the reason for what is no grammar, InternalFault for an answer it does not allow.
+        """

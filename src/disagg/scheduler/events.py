@@ -65,6 +65,13 @@ class StepFailed(msgspec.Struct, frozen=True):
     failure: Failure
 
 
+class GrammarPrepared(msgspec.Struct, frozen=True):
+    """An attempt's grammar can be followed from now on (failure is None), or never."""
+
+    attempt_id: HandoffId
+    failure: Failure | None = None
+
+
 class WriteFinished(msgspec.Struct, frozen=True):
     """At the source: one push was verified by the destination (failure is None) or not."""
 
@@ -107,6 +114,7 @@ Event = (
     | LayersComputed
     | StepFinished
     | StepFailed
+    | GrammarPrepared
     | WriteFinished
     | WriteLanded
     | GrantFenced

@@ -37,6 +37,7 @@ from disagg.scheduler.events import (
     ClockTicked,
     DrainRequested,
     Event,
+    GrammarPrepared,
     GrantFenced,
     LayersComputed,
     PeerLost,
@@ -50,6 +51,7 @@ from disagg.scheduler.events import (
     WriteLanded,
     WritesStopped,
 )
+from disagg.scheduler.grammars import Grammars
 from disagg.scheduler.handoffs import Handoffs
 from disagg.scheduler.sequence import Sequence
 from disagg.scheduler.source import HandoffSource
@@ -70,6 +72,7 @@ class Scheduler:
         self.config = config
         self._state = SchedulerState(config)
         self._handoffs = Handoffs(self._state)
+        self._grammars = Grammars(self._state)
         self._steps = Steps(self._state, self._handoffs.sending)
         self._next_arrival = 0
         self._handlers: dict[type, Callable[..., None]] = {
@@ -81,12 +84,13 @@ class Scheduler:
             LayersComputed: self._steps.on_layers_computed,
             StepFinished: self._steps.on_finished,
             StepFailed: self._steps.on_failed,
+            GrammarPrepared: self._grammars.on_prepared,
             WriteFinished: self._handoffs.sending.on_write_finished,
             WriteLanded: self._handoffs.receiving.on_write_landed,
             GrantFenced: self._handoffs.receiving.on_grant_fenced,
             WritesStopped: self._handoffs.sending.on_writes_stopped,
             DrainRequested: self._on_drain,
-            ClockTicked: lambda event: self._handoffs.on_clock(),
+            ClockTicked: lambda event: self._on_clock(),
         }
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
@@ -101,7 +105,7 @@ class Scheduler:
 
     def next_wake_s(self) -> float:
         """When to send ClockTicked if nothing else happens; infinity for never."""
-        return self._handoffs.next_wake_s()
+        return min(self._handoffs.next_wake_s(), self._grammars.next_wake_s())
 
     @property
     def counters(self) -> Counters:
@@ -135,7 +139,12 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         self._state.check_invariants()
+        self._grammars.check_invariants()
         self._state.counters.check_invariants()
+
+    def _on_clock(self) -> None:
+        self._handoffs.on_clock()
+        self._grammars.on_clock()
 
     # --- router and peers --------------------------------------------------------------------------------------
 
@@ -212,6 +221,7 @@ class Scheduler:
                 sequence.destination = HandoffDestination(attempt_id, message.peer, fence, key)
                 sequence.destination.lease_until_s = self._state.now_s + self.config.lease_s
         self._state.add(sequence)
+        self._grammars.ask(sequence)
 
     def _form(self, message: StartSequence) -> str:
         """What the KV of this sequence will have lost here."""
@@ -256,7 +266,8 @@ class Scheduler:
         """Sequences without blocks that have one of these tasks here, in the order in which they are to run."""
         state = self._state
         waiting = state.in_state(SequenceState.WAITING)
-        without = [each for each in waiting if not each.blocks and each.task in tasks]
+        ready = (each for each in waiting if each.grammar_until_s is None)
+        without = [each for each in ready if not each.blocks and each.task in tasks]
         return (each for each in state.in_reading_order(without) if not state.would_overtake(each))
 
     def _admit(self) -> None:

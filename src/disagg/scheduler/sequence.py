@@ -31,11 +31,12 @@ class Sequence:
         "attempt",
         "blocks",
         "destination",
-        "has_penalty",
+        "grammar_until_s",
         "hashes",
         "is_counted",
         "is_in_step",
         "machine",
+        "needs_history",
         "num_cached",
         "num_committed",
         "num_computed",
@@ -74,7 +75,7 @@ class Sequence:
         self.blocks: tuple[BlockId, ...] = ()
         self.hashes: list[BlockHash] = []
         self.answer_ids = list(emitted_ids)
-        self.has_penalty = spec.sampling.has_penalty
+        self.needs_history = spec.sampling.needs_history
         self.num_to_read = len(spec.prompt_ids) + len(emitted_ids)
         self.num_computed = 0
         self.num_cached = 0
@@ -83,6 +84,7 @@ class Sequence:
         self.num_expected = 0  # tokens found in the prefix index when it came: what is cached is known at admission
         self.prompt_logprobs: list[TokenLogprobs] = []  # so far, where they are wanted
         self._waiting_work: PromptWork | None = None
+        self.grammar_until_s: float | None = None  # while its grammar is prepared: for how long at most
         self.is_in_step = False
         self.is_counted = False  # among its tenant's open prompts
 
@@ -209,7 +211,7 @@ class Sequence:
         """The last token of the answer, to get the next."""
         spec, answer_ids = self.spec, self.answer_ids
         last, sampling, output_position = (answer_ids[-1],), spec.sampling, len(answer_ids)
-        history = self._history() if self.has_penalty else None
+        history = self._history() if self.needs_history else None
         return StepRow(spec.sequence_id, last, self.num_computed, self.blocks, sampling, output_position, history)
 
     def _scoring(self, stop: int) -> Scoring | None:
@@ -220,6 +222,6 @@ class Sequence:
         return Scoring(self.spec.prompt_ids[self.num_computed + 1 : stop + 1], num_top)
 
     def _history(self) -> TokenHistory | None:
-        if not self.has_penalty:
+        if not self.needs_history:
             return None
         return TokenHistory(self.attempt, self.spec.prompt_ids, tuple(self.answer_ids))

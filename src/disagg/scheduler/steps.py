@@ -103,7 +103,7 @@ class Steps:
 
     def _streams(self) -> list[Sequence]:
         """Streams that have room for their next token; makes room at the expense of the youngest."""
-        waiting = self._state.streams()
+        waiting = [stream for stream in self._state.streams() if stream.grammar_until_s is None]
         block_size = self._state.cache.block_size
         ready: list[Sequence] = []
         first, past_last = 0, len(waiting)
@@ -153,6 +153,7 @@ class Steps:
             self.on_layers_computed(LayersComputed(plan.step_id, self._state.config.layout.num_layers))
         self._count(event.duration_s)
         self._state.step_times.observe(self._shape, event.duration_s)
+        failures = dict(event.result.failures)
         sampled: dict[Task, list[EmittedToken]] = {}
         scores = {each.sequence_id: each.logprobs for each in event.result.scores}
         block_size = self._state.cache.block_size
@@ -174,6 +175,8 @@ class Steps:
                     token = msgspec.structs.replace(token, prompt_logprobs=tuple(sequence.prompt_logprobs))
                 sampled.setdefault(sequence.task, []).append(token)
                 self._take_token(sequence, token)
+            elif sequence.sequence_id in failures:
+                self._state.fail(sequence, failures[sequence.sequence_id])
         for task, tokens in sampled.items():
             self._state.emit_tokens(tokens)
             self._state.counters.add(OUTPUT_TOKENS, len(tokens), label=task.value)

@@ -14,6 +14,7 @@ from disagg.scheduler import events
 from disagg.scheduler.actions import (
     Action,
     OpenGrant,
+    PrepareGrammar,
     PushSpan,
     RevokeGrant,
     RunStep,
@@ -81,6 +82,7 @@ class SimWorker:
             SendToRouter: lambda action: around.to_router(self, action.message),
             SendToPeer: self._send_to_peer,
             RunStep: self._run,
+            PrepareGrammar: self._prepare_grammar,
             OpenGrant: self._open_grant,
             RevokeGrant: self._revoke,
             PushSpan: self._push,
@@ -123,6 +125,10 @@ class SimWorker:
         peer = self.peers.get(action.peer)
         if peer is not None:
             self._around.to_peer(self, peer, action.message)
+
+    def _prepare_grammar(self, action: PrepareGrammar) -> None:
+        """Beside the steps, in no time: answers here have no text."""
+        self._heap.at(self._heap.now_s, self.handle, events.GrammarPrepared(action.attempt_id))
 
     # --- steps -------------------------------------------------------------------------------------------------
 

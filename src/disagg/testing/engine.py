@@ -2,6 +2,9 @@
 
 KV of a token in one layer is a hash of (token id, position, layer, K or V). The next token is a hash over the KV of all
 earlier positions *as they lie in the arena*, so a block that was lost, swapped or overwritten changes the answer.
+
+Its grammars are "mod N": a token may follow an answer if it leaves the same rest over N as the answer's sum plus its
+length. So one that is begun anew in the middle of an answer, or misses a token, changes the answer too.
 """
 
 import hashlib
@@ -11,13 +14,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from disagg.core.errors import InternalFault
-from disagg.core.ids import BlockId, SequenceId
+from disagg.core.errors import InternalFault, InvalidRequest
+from disagg.core.grammar import GrammarSpec
+from disagg.core.ids import BlockId, HandoffId, SequenceId
 from disagg.core.request import EmittedToken, SamplingParams, TokenLogprobs
 from disagg.core.spans import KvLayout, Span
 from disagg.kvcache.memory import Memory, Segment
 from disagg.kvcache.segments import span_segments
-from disagg.scheduler.engine import OnLayers, RowScores, Scoring, StepPlan, StepResult, StepRow
+from disagg.scheduler.engine import OnLayers, RowScores, Scoring, StepPlan, StepResult, StepRow, TokenHistory
 from disagg.testing.memory import BytesMemory
 
 
@@ -53,7 +57,11 @@ class FakeEngine:
             on_layers(layer + 1)
         tokens = tuple(self._sample(row, row.sampling) for row in plan.rows if row.sampling is not None)
         scores = tuple(RowScores(row.sequence_id, _scores(row.scoring)) for row in plan.rows if row.scoring is not None)
-        return StepResult(plan.step_id, tokens, scores)
+        return StepResult(plan.step_id, tokens, scores=scores)
+
+    def prepare_grammar(self, attempt_id: HandoffId, grammar: GrammarSpec, emitted_ids: tuple[int, ...]) -> None:
+        """Raises InvalidRequest for any text but "mod N"."""
+        _modulus(grammar)
 
     def _write(self, row: StepRow, layer: int) -> None:
         span = Span(row.position, row.position + len(row.token_ids), layer, layer + 1)
@@ -70,8 +78,18 @@ class FakeEngine:
         if not sampling.is_greedy:
             digest.update(struct.pack("<QQQ", sampling.seed, row.sequence_id.choice, row.output_position))
         token = int.from_bytes(digest.digest()[:8]) % self._vocab_size
+        if sampling.grammar is not None:
+            token = self._allowed(row, sampling.grammar, token)
         logprobs = TokenLogprobs(-1.0) if sampling.num_logprobs is not None else None
         return EmittedToken(row.sequence_id, row.output_position, token, logprobs)
+
+    def _allowed(self, row: StepRow, grammar: GrammarSpec, token: int) -> int:
+        """The allowed token next to this one."""
+        if row.history is None or len(row.history.answer_ids) != row.output_position:
+            raise InternalFault(f"row of {row.sequence_id} has a grammar, but not the tokens of its answer")
+        modulus, answer_ids = _modulus(grammar), row.history.answer_ids
+        rest = (sum(answer_ids) + len(answer_ids)) % modulus
+        return token - token % modulus + rest if token >= modulus else rest
 
     def read(self, blocks: Sequence[BlockId], span: Span) -> bytes:
         """KV bytes of a span as [layer, K/V, token, head, dim], whatever the order and ranks of the arena."""
@@ -142,6 +160,13 @@ def _scores(scoring: Scoring) -> tuple[TokenLogprobs, ...]:
     return tuple(TokenLogprobs(-float(token_id)) for token_id in scoring.following_ids)
 
 
+def _modulus(grammar: GrammarSpec) -> int:
+    word, _, number = grammar.text.partition(" ")
+    if word != "mod" or not number.isdecimal() or int(number) < 1:
+        raise InvalidRequest(f"{grammar.text!r} is no grammar; this engine knows 'mod N'")
+    return int(number)
+
+
 def kv_bytes(layout: KvLayout, token_id: int, position: int, layer: int, kv: int) -> bytes:
     """KV of one token in one layer: token_bytes long, other bytes for each head."""
     digest = hashlib.blake2b(struct.pack("<QQQQ", token_id, position, layer, kv), digest_size=8).digest()
@@ -165,7 +190,8 @@ def expected_tokens(
     tokens: list[int] = []
     pending, position = tuple(prompt), 0
     while len(tokens) < sampling.max_tokens and (not tokens or tokens[-1] not in sampling.stop_token_ids):
-        row = StepRow(sequence_id, pending, position, table, sampling, len(tokens))
+        history = TokenHistory(0, tuple(prompt), tuple(tokens)) if sampling.needs_history else None
+        row = StepRow(sequence_id, pending, position, table, sampling, len(tokens), history)
         result = engine.run_step(StepPlan(0, (row,)), lambda num_layers: None)  # type: ignore[arg-type]
         position += len(pending)
         tokens.append(result.tokens[0].token_id)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from disagg.core.errors import Failure, FailureKind
+from disagg.core.errors import Failure, FailureKind, InvalidRequest
 from disagg.core.ids import WorkerId
 from disagg.protocol.handoff import decode_grant_key
 from disagg.protocol.messages import WorkerCard, WorkerToRouter, WorkerToWorker
@@ -11,6 +11,7 @@ from disagg.scheduler import events
 from disagg.scheduler.actions import (
     Action,
     OpenGrant,
+    PrepareGrammar,
     PushSpan,
     RevokeGrant,
     RunStep,
@@ -102,6 +103,8 @@ class VirtualWorker:
                     time.deliver(self.worker_id, peer.worker_id, act)
             case RunStep():
                 self._run(action)
+            case PrepareGrammar():
+                self._prepare(action)
             case OpenGrant():
                 self.grants[action.grant_key] = action.peer
             case RevokeGrant():
@@ -135,6 +138,15 @@ class VirtualWorker:
             event = events.LayersComputed(plan.step_id, num_layers)
             time.after(duration_s * num_layers / (len(layers) + 1), partial(self.handle, event))
         time.after(duration_s, lambda: self.handle(events.StepFinished(result, duration_s)))
+
+    def _prepare(self, action: PrepareGrammar) -> None:
+        failure: Failure | None = None
+        try:
+            self.engine.prepare_grammar(action.attempt_id, action.grammar, action.emitted_ids)
+        except InvalidRequest as error:
+            failure = Failure(FailureKind.INVALID_REQUEST, str(error))
+        event = events.GrammarPrepared(action.attempt_id, failure)
+        self._time.after(self._time.jittered(self._time.timing.step_s), lambda: self.handle(event))
 
     def _push(self, action: PushSpan) -> None:
         """Begin (the receiver checks the grant), then land; the acknowledgement comes later."""

@@ -1,15 +1,18 @@
 """The one place that loads heavy engine back ends."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from disagg.core.errors import ConfigurationError
+from disagg.core.errors import ConfigurationError, InvalidRequest
+from disagg.core.grammar import GrammarSpec
 from disagg.core.roles import Numerics
 from disagg.kvcache.conversion import ConvertingMemory
 from disagg.kvcache.memory import Memory
 from disagg.modelfiles.digest import model_digest
-from disagg.modelfiles.tokenizer import tokenizer_digest
+from disagg.modelfiles.grammar import GrammarCompiler, GrammarState
+from disagg.modelfiles.tokenizer import load_tokenizer, tokenizer_digest
 from disagg.protocol.messages import PoolCard
 from disagg.scheduler.engine import Engine
 from disagg.worker.config import WorkerConfig
@@ -50,6 +53,7 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
         _log.info("context of %s is cut to its sliding window of %d tokens", model_path, model.sliding_window)
     layout = model.kv_layout(config.block_size, config.kv_dtype.value)
     num_blocks = config.num_blocks or max_blocks_for(layout, config.kv_memory_bytes)
+    digest, start_grammar = _vocabulary(model_path)
     engine = TorchEngine(
         model_path,
         num_blocks=num_blocks,
@@ -59,6 +63,7 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
         weights=config.weights,
         kv_dtype=config.kv_dtype,
         kernels=config.kernels,
+        start_grammar=start_grammar,
     )
     if config.numerics is Numerics.EXACT and not engine.is_row_invariant:
         text = f"{model.architecture} is not native here, so its answers depend on what is computed beside them"
@@ -66,7 +71,7 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
     pool = PoolCard(
         model=config.served_name,
         model_digest=model_digest(model_path),
-        tokenizer_digest=tokenizer_digest(model_path),
+        tokenizer_digest=digest,
         numerics=Numerics(config.numerics),
         vocab_size=model.vocab_size,
         max_context=min(model.max_context, config.max_context or model.max_context),
@@ -74,3 +79,18 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
     )
     outgoing, incoming = rank_memory(engine.arena, config.kv_wire)
     return LoadedEngine(engine, pool, (RankMemory(engine.memory, outgoing, incoming),))
+
+
+def _vocabulary(model_path: Path) -> tuple[str, Callable[[GrammarSpec], GrammarState]]:
+    """The tokenizer's digest, and what starts grammars over its bytes or says why that cannot be."""
+    try:
+        tokenizer = load_tokenizer(model_path)
+        return tokenizer.digest, GrammarCompiler(tokenizer).start
+    except ConfigurationError as error:  # a model that cannot be read at all fails at its digest
+        reason = str(error)
+    _log.info("structured answers are refused: %s", reason)
+
+    def refuse(spec: GrammarSpec) -> GrammarState:
+        raise InvalidRequest(f"structured answers cannot be had of this model here: {reason}")
+
+    return tokenizer_digest(model_path), refuse

@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from disagg.core.errors import Failure, FailureKind, InternalFault
+from disagg.core.errors import DisaggError, Failure, FailureKind, InternalFault, InvalidRequest
 from disagg.core.ids import WorkerId
 from disagg.protocol.messages import ReportState, WorkerCard, WorkerToRouter, WorkerToWorker
 from disagg.scheduler.actions import (
     Action,
     OpenGrant,
+    PrepareGrammar,
     PushSpan,
     RevokeGrant,
     RunStep,
@@ -26,7 +27,15 @@ from disagg.scheduler.actions import (
 )
 from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.engine import Engine, OnLayers, StepPlan
-from disagg.scheduler.events import ClockTicked, DrainRequested, Event, LayersComputed, StepFailed, StepFinished
+from disagg.scheduler.events import (
+    ClockTicked,
+    DrainRequested,
+    Event,
+    GrammarPrepared,
+    LayersComputed,
+    StepFailed,
+    StepFinished,
+)
 from disagg.scheduler.scheduler import Scheduler
 from disagg.worker.courier import Courier
 from disagg.worker.watchdog import Watchdog
@@ -45,6 +54,7 @@ class Worker:
         self.courier = courier
         self._engine = engine
         self._steps = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+        self._grammars = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prepare")
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._timer: asyncio.TimerHandle | None = None
@@ -56,6 +66,7 @@ class Worker:
             SendToRouter: self._tell_router,
             SendToPeer: self._tell_peer,
             RunStep: self._run_step,
+            PrepareGrammar: self._prepare_grammar,
             OpenGrant: courier.open_grant,
             RevokeGrant: courier.revoke_grant,
             PushSpan: courier.push,
@@ -126,6 +137,7 @@ class Worker:
         if self._timer is not None:
             self._timer.cancel()
         await self._loop.run_in_executor(None, self._steps.shutdown)
+        await self._loop.run_in_executor(None, lambda: self._grammars.shutdown(cancel_futures=True))
         await self._loop.run_in_executor(None, self.courier.close)
         if self._watchdog is not None:
             self._watchdog.close()
@@ -163,6 +175,22 @@ class Worker:
         finally:
             if self._watchdog is not None:
                 self._watchdog.end_step()
+
+    def _prepare_grammar(self, action: PrepareGrammar) -> None:
+        self._grammars.submit(self._prepare, action)
+
+    def _prepare(self, action: PrepareGrammar) -> None:
+        """On the thread that prepares grammars."""
+        failure: Failure | None = None
+        try:
+            self._engine.prepare_grammar(action.attempt_id, action.grammar, action.emitted_ids)
+        except InvalidRequest as error:
+            failure = Failure(FailureKind.INVALID_REQUEST, str(error))
+        except Exception as error:  # ends this sequence, not the worker
+            if not isinstance(error, DisaggError):
+                _log.exception("the grammar of %s could not be prepared", action.attempt_id)
+            failure = Failure(FailureKind.INTERNAL, f"its grammar could not be prepared: {error}")
+        self.post(GrammarPrepared(action.attempt_id, failure))
 
     def _on_layers(self, plan: StepPlan) -> OnLayers:
         def on_layers(num_layers: int) -> None:

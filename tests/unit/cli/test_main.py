@@ -19,6 +19,7 @@ from disagg.core.errors import ConfigurationError
 from disagg.core.formats import Kernels, KvDtype, KvWire, Weights
 from disagg.core.roles import HandoffMode, Numerics, Role
 from disagg.router.config import RouterConfig
+from disagg.router.parser_names import ReasoningParser, ToolParser
 from disagg.worker.config import WorkerConfig
 
 
@@ -140,6 +141,8 @@ def test_every_router_field_survives_the_command_line(launched: Launched, monkey
         tls_key="/key.pem",
         cors_origins=("https://a.example", "https://b.example"),
         decision_log="/tmp/decisions.jsonl",
+        tool_parser=ToolParser.LLAMA3,
+        reasoning_parser=ReasoningParser.THINK,
     )
     defaults = [f.name for f in msgspec.structs.fields(config) if getattr(config, f.name) == f.default]
     assert defaults == []

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -59,9 +59,10 @@ async def make_site(
         limits: BodyLimits = SMALL_BODIES,
         access: Access | None = None,
         cors_origins: Sequence[str] = (),
+        models: Mapping[str, ModelText] | None = None,
     ) -> Site:
         service = FakeGenerationService(statuses, script_for)
-        models = {"tiny": ModelText(tokenizer), "bare": ModelText(load_tokenizer(bare_folder))}
+        models = models or {"tiny": ModelText(tokenizer), "bare": ModelText(load_tokenizer(bare_folder))}
         app = create_app(
             service,
             models,

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 from tests.unit.router.site import MakeSite, Site
 
-from disagg.router import app, openai_types
+from disagg.router import answer_plan, app, openai_types, response_format
 from disagg.router.access import Access, AccessKey
+from disagg.router.tools import spec
 from disagg.testing.generation import FakeGenerationService, ready
 
 ROOT = Path(__file__).parents[3]
@@ -20,7 +21,10 @@ PAGE = (ROOT / "docs" / "api.md").read_text()
 WRONG: list[list[list[object]]] = [[[]]]  # of a type that no parameter has
 LOGPROBS = {"chat": "true", "completions": "2"}
 READS = re.compile(r'\.(?:text|boolean|integer|number|nested|array|required|refuse_unless|has)\(\s*"(\w+)"')
-INNER = {"include_usage", "continuous_usage_stats", "role", "content", "name", "type", "text", "tool_calls"}
+FILES = (openai_types, answer_plan, response_format, spec)
+INNER = {"include_usage", "continuous_usage_stats"}
+INNER |= {"role", "content", "name", "type", "text", "tool_calls", "reasoning_content"}  # of messages
+INNER |= {"json_schema", "schema", "strict", "function", "parameters", "description"}  # of formats and tools
 
 
 class Row(NamedTuple):
@@ -79,7 +83,7 @@ async def test_every_parameter_does_what_its_row_says(site: Site, row: Row, endp
 
 
 def test_no_parameter_is_missing() -> None:
-    source = Path(openai_types.__file__).read_text()
+    source = "".join(Path(file.__file__).read_text() for file in FILES)
     named = {row.name for row in PARAMETERS}
     known = {*READS.findall(source), *openai_types.REFUSED, *openai_types.REFUSED_IN_CHAT} - INNER
     assert known <= named, f"not in docs/api.md: {known - named}"

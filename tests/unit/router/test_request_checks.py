@@ -74,6 +74,13 @@ BAD_COMMON: list[tuple[dict[str, object], str]] = [
     ({"stream": True, "stream_options": {"continuous_usage_stats": "x"}}, "stream_options.continuous_usage_stats"),
 ]
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def schema_format(schema: object, **more: object) -> dict[str, object]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **more}}
+
+
 BAD_CHAT: list[tuple[dict[str, object], str]] = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
@@ -82,7 +89,9 @@ BAD_CHAT: list[tuple[dict[str, object], str]] = [
     ({"messages": ["hi"]}, "messages[0]"),
     ({"messages": [{"content": "hi"}]}, "messages[0].role"),
     ({"messages": [{"role": "boss", "content": "hi"}]}, "messages[0].role"),
-    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "function", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool", "content": "hi"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "tool", "tool_call_id": "c"}]}, "messages[0].content"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
@@ -90,7 +99,18 @@ BAD_CHAT: list[tuple[dict[str, object], str]] = [
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
+    ({"messages": [{"role": "assistant", "tool_calls": [3]}]}, "messages[0].tool_calls[0]"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+        "messages[0].tool_calls[0].function.name",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "function": {"name": "f"}}]}]},
+        "messages[0].tool_calls[0].type",
+    ),
+    ({"messages": [{"role": "assistant", "content": "x", "reasoning_content": 5}]}, "messages[0].reasoning_content"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"echo": True}, "echo"),
@@ -102,9 +122,44 @@ BAD_CHAT: list[tuple[dict[str, object], str]] = [
     ({"logprobs": 3}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": {"type": "function"}}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "not-a-type"}}}]},
+        "tools[0].function.parameters",
+    ),
+    ({"tools": [TOOL, TOOL]}, "tools"),
+    ({"tools": [TOOL] * 129}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": 3}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"tools": [TOOL], "tool_choice": "required", "min_tokens": 3}, "min_tokens"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"response_format": {}}, "response_format.type"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_object", "schema": False}}, "response_format.schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    # The schema at the wrong level, none, or one that cannot be followed.
+    ({"response_format": {"type": "json_schema", "schema": {"type": "object"}}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": ""}}, "response_format.json_schema"),
+    ({"response_format": schema_format(None)}, "response_format.json_schema.schema"),
+    ({"response_format": schema_format("")}, "response_format.json_schema.schema"),
+    ({"response_format": schema_format({"type": "not-a-type"})}, "response_format.json_schema.schema"),
+    ({"response_format": schema_format({"$ref": "#"})}, "response_format.json_schema.schema"),
+    ({"response_format": schema_format({"$ref": "#/nowhere"})}, "response_format.json_schema.schema"),
+    ({"response_format": schema_format({"not": {}}, strict=True)}, "response_format.json_schema.schema"),
+    ({"response_format": schema_format({"type": "string", "pattern": "(a"})}, "response_format.json_schema.schema"),
+    ({"response_format": schema_format({"enum": ["x" * 300_000]})}, "response_format.json_schema.schema"),
+    ({"response_format": schema_format({}, strict="yes")}, "response_format.json_schema.strict"),
+    ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens"),
     ({"response_format": "json"}, "response_format"),
     ({"modalities": ["audio"]}, "modalities"),
 ]
@@ -126,6 +181,7 @@ BAD_COMPLETION: list[tuple[dict[str, object], str]] = [
     ({"prompt": ["a"] * 65, "n": 2}, "prompt"),
     ({"logprobs": 6}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"echo": 1}, "echo"),
     ({"suffix": "x"}, "suffix"),
     ({"best_of": 3}, "best_of"),

@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.core.errors import ConfigurationError
+from disagg.core.grammar import GrammarSpec
+from disagg.core.ids import HandoffId
 from disagg.core.spans import KvLayout
 from disagg.kvcache.memory import Memory
 from disagg.policy.step_time import StepCosts
@@ -47,6 +49,9 @@ class TimedEngine:
         self.now_s += seconds * (50 if self.num_steps % 7 == 0 else 1)
         self.largest_block = max([self.largest_block, *(max(row.block_table) for row in plan.rows)])
         return StepResult(plan.step_id, ())
+
+    def prepare_grammar(self, attempt_id: HandoffId, grammar: GrammarSpec, emitted_ids: tuple[int, ...]) -> None:
+        raise NotImplementedError("no sweep asks for a grammar")
 
 
 def test_costs_are_found_again_through_disturbed_steps() -> None:

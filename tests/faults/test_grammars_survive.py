@@ -1,0 +1,115 @@
+"""A worker killed in the middle of a document: what the client gets is valid, and equal to the undisturbed answer."""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from tests.e2e.cluster import Front
+from tests.faults.test_streams_survive import ARGUMENTS, BEATS, DEATHS, MODEL, NUM_WORKERS, SIZES, TIMEOUT_S, writer
+
+from disagg.telemetry import metrics as table
+from disagg.testing.model_files import write_tiny_llama
+from disagg.testing.processes import Serve
+
+LENGTH = 8  # items: hundreds of tokens, long enough to be interrupted in the middle
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "items": {
+            "type": "array",
+            "minItems": LENGTH,
+            "maxItems": LENGTH,
+            "items": {
+                "type": "object",
+                "properties": {"id": {"type": "integer", "minimum": 0, "maximum": 999}, "ok": {"type": "boolean"}},
+                "required": ["id", "ok"],
+                "additionalProperties": False,
+            },
+        }
+    },
+    "required": ["items"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "store", "parameters": SCHEMA}}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 1.0, "seed": 5},
+    "two choices": {"temperature": 0.9, "seed": 5, "n": 2},
+    "a call": {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "seed": 8},
+}
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    model = write_tiny_llama(tmp_path_factory.mktemp("served") / MODEL, max_context=4096)
+    with Serve((str(model), *ARGUMENTS, *BEATS, *DEATHS, *SIZES)) as running:
+        yield running
+
+
+@pytest.fixture
+def front(serve: Serve) -> Iterator[Front]:
+    serve.wait_healthy()
+    with Front(serve.url, timeout_s=TIMEOUT_S) as front:
+        front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
+        yield front
+
+
+def question(mode: str) -> dict[str, Any]:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "write it"}], "max_tokens": 1500, **MODES[mode]}
+    if "tools" not in body:
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    return {**body, "stream": True, "stream_options": {"include_usage": True}}
+
+
+def read(front: Front, body: dict[str, Any], after: int = -1, act: Callable[[], None] = lambda: None) -> Any:
+    """(documents by choice, finish reasons, tokens); `act` is called once the stream has given `after` pieces."""
+    texts: dict[int, str] = {}
+    reasons: dict[int, str] = {}
+    num_pieces, usage = 0, None
+    with front.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == httpx.codes.OK
+        for line in response.iter_lines():
+            if not line or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            for choice in event["choices"]:
+                delta = choice["delta"]
+                calls = delta.get("tool_calls", [])
+                added = (delta.get("content") or "") + "".join(call["function"]["arguments"] for call in calls)
+                texts[choice["index"]] = texts.get(choice["index"], "") + added
+                reasons[choice["index"]] = choice["finish_reason"]
+            usage = event["usage"] or usage
+            num_pieces += 1
+            if num_pieces == after:
+                act()
+    assert usage is not None
+    return texts, reasons, usage["completion_tokens"]
+
+
+@pytest.mark.parametrize(("mode", "after"), [("greedy", 40), ("seeded", 25), ("two choices", 60), ("a call", 30)])
+def test_a_decode_worker_killed_in_a_document(serve: Serve, front: Front, mode: str, after: int) -> None:
+    body = question(mode)
+    expected = read(front, body)
+    texts, reasons, _ = expected
+    for index, text in texts.items():
+        document = json.loads(text)
+        jsonschema.validate(document, SCHEMA)
+        assert len(document["items"]) == LENGTH
+        assert reasons[index] == ("tool_calls" if mode == "a call" else "stop")
+    moves = front.readings().total(table.MOVES)
+
+    def kill() -> None:
+        with Front(front.url) as other:
+            serve.kill(writer(other), signal.SIGKILL)
+
+    started_s = time.monotonic()
+    assert read(front, body, after, kill) == expected
+    assert time.monotonic() - started_s < TIMEOUT_S
+    assert front.readings().total(table.MOVES) > moves
