@@ -17,7 +17,7 @@ from disagg.testing.generation import FakeGenerationService, ready
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "api.md").read_text()
-WRONG = [[[]]]  # of a type that no parameter has
+WRONG: list[list[list[int]]] = [[[]]]  # of a type that no parameter has
 LOGPROBS = {"chat": "true", "completions": "2"}
 READS = re.compile(r'\.(?:text|boolean|integer|number|nested|array|required|refuse_unless|has)\(\s*"(\w+)"')
 INNER = {"include_usage", "continuous_usage_stats", "role", "content", "name", "type", "text", "tool_calls"}
