@@ -18,7 +18,7 @@ from disagg.testing.generation import FakeGenerationService, ready
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "api.md").read_text()
-WRONG: list[list[list[object]]] = [[[]]]  # of a type that no parameter has
+WRONG: list[list[list[int]]] = [[[]]]  # of a type that no parameter has
 LOGPROBS = {"chat": "true", "completions": "2"}
 READS = re.compile(r'\.(?:text|boolean|integer|number|nested|array|required|refuse_unless|has)\(\s*"(\w+)"')
 FILES = (openai_types, answer_plan, response_format, spec)

@@ -136,8 +136,8 @@ async def test_bad_tokens(site: Site, path: str, body: dict[str, object], status
 async def test_json_that_is_too_deep(make_site: MakeSite) -> None:
     site = make_site(limits=BodyLimits(max_depth=6))
     assert (await site.complete(made_up=[[[[1]]]])).status_code == 200
-    cases: tuple[object, ...] = ([[[[[[1]]]]]], {"a": {"b": {"c": {"d": {"e": {}}}}}})
-    for deep in cases:
+    too_deep: list[object] = [[[[[[[1]]]]]], {"a": {"b": {"c": {"d": {"e": {}}}}}}]
+    for deep in too_deep:
         response = await site.complete(made_up=deep)
         assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
         assert "6 levels" in response.json()["error"]["message"]
