@@ -11,6 +11,8 @@ from disagg.modelfiles.config import read_config
 from disagg.telemetry import metrics as table
 from disagg.testing.processes import wait_until
 
+pytestmark = pytest.mark.timeout(300)  # five processes start first
+
 PROMPT = [3 + index % 200 for index in range(100)]
 MIXED = "native"
 # Served name: further arguments of prefill, of decode.

@@ -83,7 +83,7 @@ async def test_every_parameter_does_what_its_row_says(site: Site, row: Row, endp
 
 
 def test_no_parameter_is_missing() -> None:
-    source = "".join(Path(file.__file__).read_text() for file in FILES)
+    source = "".join(Path(file.__file__ or "").read_text() for file in FILES)
     named = {row.name for row in PARAMETERS}
     known = {*READS.findall(source), *openai_types.REFUSED, *openai_types.REFUSED_IN_CHAT} - INNER
     assert known <= named, f"not in docs/api.md: {known - named}"
