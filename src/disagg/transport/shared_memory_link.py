@@ -27,6 +27,7 @@ from disagg.core.errors import InternalFault, PeerFault, PeerLost, ProtocolViola
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Memory
 from disagg.transport.api import ConnectionLost, Write, WriteFinished, WritesStopped
+from disagg.transport.capability import shown
 from disagg.transport.copy_queue import CopyQueue, Ticket
 from disagg.transport.local_stream import LocalStream, abstract_address, peer_pid
 from disagg.transport.outbox import Outbox
@@ -105,7 +106,7 @@ class SharedMemoryLink:
             if self._retired is not None:
                 self._finish(write, self._retired)
             elif write.key in self._stopping:
-                self._finish(write, f"key {write.key.hex()} is cancelled")
+                self._finish(write, f"key {shown(write.key)} is cancelled")
             else:
                 self._queue.put(write)
                 if self.thread is None:
@@ -117,7 +118,7 @@ class SharedMemoryLink:
     def cancel(self, key: bytes) -> None:
         with self._changed:
             for write in self._queue.drop(key):
-                self._finish(write, f"key {key.hex()} was cancelled before write {write.number} was copied")
+                self._finish(write, f"key {shown(key)} was cancelled before write {write.number} was copied")
             copying = self._queue.copying
             if copying is not None and copying.write.key == key:
                 self._stopping.add(key)

@@ -29,6 +29,7 @@ from disagg.core.errors import InternalFault, PeerFault, PeerLost, ProtocolViola
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import MappableMemory, Segment
 from disagg.transport.api import Post, WriterStuck
+from disagg.transport.capability import shown
 from disagg.transport.deadlines import DeadlineWatch, join_all
 from disagg.transport.grants import GrantTable, Refused, Visit
 from disagg.transport.local_stream import abstract_address
@@ -332,7 +333,7 @@ class SharedMemoryReceiver:
                 wrong = f"write {visit.number} lies here with checksum {found:08x}, not {told:08x}; resend it"
                 return wrong
             if not self._grants.can_commit(visit):
-                return f"key {visit.key.hex()} was revoked while write {visit.number} was under way"
+                return f"key {shown(visit.key)} was revoked while write {visit.number} was under way"
             landing.commit()
             landed = True
             return None
