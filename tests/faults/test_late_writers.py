@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -75,9 +75,8 @@ class Site:
         self.receiver.grant(WRITER, KEY, WHOLE)
 
     def endpoint_for(self, peer: WorkerId, incarnation: Incarnation) -> Endpoint:
-        """As the paired peer is told it, where that differs between peers."""
-        told: Callable[[WorkerId, Incarnation], Endpoint] | None = getattr(self.receiver, "endpoint_for", None)
-        return self.receiver.endpoint if told is None else told(peer, incarnation)
+        """As the paired peer is told it."""
+        return self.receiver.endpoint_for(peer, incarnation)
 
     def start(self, state: str) -> None:
         """Returns when the writer is at that moment of its write."""
