@@ -97,5 +97,8 @@ def _reply(response: httpx.Response) -> Reply:
     return Reply(response.status_code, _plain(response.json()), ())
 
 
-def _plain(body: Json) -> Json:
-    return {key: value for key, value in body.items() if key not in ("id", "created")}
+def _plain(value: Any) -> Any:
+    """Calls have ids too."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items() if key not in ("id", "created")}
+    return [_plain(each) for each in value] if isinstance(value, list) else value

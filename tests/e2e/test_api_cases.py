@@ -1,7 +1,7 @@
 """What servers of this API have got wrong, case by case, along every path: mixed, disaggregated, and local on decode.
 
 Cases about one process's own code have their tests elsewhere: 32 and 33 in tests/unit/router, 40 to 43 and 45 in
-tests/faults and test_aborts.py. Cases of structured output and tools (22, 23, 24, 30) wait for these features.
+tests/faults and test_aborts.py. More of structured answers and calls is in test_structured.py.
 """
 
 import itertools
@@ -308,6 +308,52 @@ def test_case_20_a_body_that_is_no_json(paths: Paths) -> None:
 def test_case_26_an_unknown_model(paths: Paths) -> None:
     reply = paths.post(completion(PROMPT, model="gpt-9"))
     assert (reply.status, reply.error["code"]) == (404, "model_not_found")
+
+
+# --- forms of answers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_schema", "schema": {"type": "object"}},  # case 22: at the wrong level
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "not-a-type"}}},  # case 23
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": {"$ref": "#"}}},
+        {"type": "json_schema", "json_schema": ""},  # case 24
+        {"type": "json_schema", "json_schema": {"name": "n", "schema": ""}},
+        {"type": "json_object", "schema": False},
+    ],
+)
+def test_cases_22_23_24_what_nothing_can_follow_is_refused_and_harms_nobody(
+    paths: Paths, form: Json, is_streamed: bool
+) -> None:
+    more = {"stream": True} if is_streamed else {}
+    reply = paths.chat("hello", response_format=form, **more)
+    assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
+    assert reply.error["message"]
+    assert reply.error["param"].startswith("response_format")
+    assert paths.chat("hello").status == httpx.codes.OK
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    ("choice", "reason"),
+    [("required", "tool_calls"), ({"type": "function", "function": {"name": "f"}}, "stop"), ("none", "length")],
+)
+def test_case_30_finish_reasons_of_calls(paths: Paths, choice: object, reason: str, is_streamed: bool) -> None:
+    more = {"stream": True} if is_streamed else {}
+    asked = {"tools": [{"type": "function", "function": {"name": "f"}}], "parallel_tool_calls": False, **more}
+    # As many tokens as a call needs where one is enforced, and an answer that would not end by itself where none is.
+    length = {"max_tokens": 6, "ignore_eos": True} if choice == "none" else {"max_tokens": 120}
+    reply = paths.chat("hi", tool_choice=choice, temperature=1.0, seed=4, **length, **asked)
+    assert reply.status == httpx.codes.OK, reply
+    parts = reply.streamed() if is_streamed else reply.choices
+    lists = [part["delta" if is_streamed else "message"].get("tool_calls") for part in parts]
+    assert [] not in lists
+    functions = [call["function"] for calls in lists if calls for call in calls]
+    assert [each["name"] for each in functions if "name" in each] == ([] if choice == "none" else ["f"])
+    assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [reason]
 
 
 def test_case_27_a_client_that_goes_frees_everything(paths: Paths) -> None:

@@ -18,7 +18,6 @@ from disagg.protocol.handoff import DestinationState, DestinationTrigger, Source
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
 from disagg.protocol.messages import (
     CancelHandoff,
-    EmitTokens,
     PromptReport,
     ReportFailure,
     SequenceReport,
@@ -28,6 +27,7 @@ from disagg.protocol.messages import (
 from disagg.scheduler.actions import Action, RevokeGrant, SendToPeer, SendToRouter, StopPushes
 from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.destination import HandoffDestination
+from disagg.scheduler.outgoing import Outgoing
 from disagg.scheduler.sequence import Sequence
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import (
@@ -69,11 +69,7 @@ class SchedulerState:
         # So that a late repeat starts nothing, and a source that asks hears whether its hand-off was taken.
         self._ended: OrderedDict[HandoffId, bool] = OrderedDict()
         self._has_freed = False
-        self._actions: list[Action] = []
-        self._tokens: list[EmittedToken] = []
-        self._scored: list[EmittedToken] = []  # with log probabilities of a prompt: large
-        self._prompts: list[PromptReport] = []
-        self._reports: list[SequenceReport] = []
+        self._outgoing = Outgoing()
 
     # --- sequences ---------------------------------------------------------------------------------------------
 
@@ -183,30 +179,21 @@ class SchedulerState:
     # --- what the loop will do ---------------------------------------------------------------------------------
 
     def act(self, *actions: Action) -> None:
-        self._actions.extend(actions)
+        self._outgoing.act(*actions)
 
     def tell(self, peer: WorkerId, message: WorkerToWorker) -> None:
-        self._actions.append(SendToPeer(peer, message))
+        self._outgoing.act(SendToPeer(peer, message))
 
     def emit_tokens(self, tokens: Iterable[EmittedToken]) -> None:
-        for token in tokens:
-            (self._tokens if token.prompt_logprobs is None else self._scored).append(token)
+        self._outgoing.emit(tokens)
 
     def report_prompt(self, sequence: Sequence) -> None:
         num_computed = sequence.num_to_read - sequence.num_cached
-        self._prompts.append(PromptReport(sequence.attempt_id, sequence.num_cached, num_computed))
+        self._outgoing.report_prompt(PromptReport(sequence.attempt_id, sequence.num_cached, num_computed))
 
     def take_actions(self) -> list[Action]:
-        """All tokens and reports since the last call travel in one message, before anything else.
-
-        Only a token with its prompt's log probabilities has one of its own: a message has a largest size.
-        """
-        messages = [EmitTokens((token,), (), ()) for token in self._scored]
-        if self._tokens or self._prompts or self._reports:
-            messages.insert(0, EmitTokens(tuple(self._tokens), tuple(self._prompts), tuple(self._reports)))
-        actions = [*map(SendToRouter, messages), *self._actions] if messages else self._actions
-        self._tokens, self._scored, self._prompts, self._reports, self._actions = [], [], [], [], []
-        return actions
+        """What is to be done since the last call, in order."""
+        return self._outgoing.take()
 
     def take_has_freed(self) -> bool:
         """Whether a sequence has ended or been dropped since the last call."""
@@ -253,7 +240,7 @@ class SchedulerState:
         self.move(sequence, SequenceTrigger.FINISHED)
         source = sequence.source
         reason = sequence.finish_reason() if sequence.writes_answer else None
-        self._reports.append(
+        self._outgoing.report_end(
             SequenceReport(
                 sequence_id=sequence.sequence_id,
                 task=sequence.task,

@@ -175,6 +175,34 @@ async def test_logprobs_of_held_back_text_are_not_lost(make_site: MakeSite, make
     assert b"".join(bytes(entry["bytes"]) for entry in streamed).decode() == f"So: {CALL}"
 
 
+async def test_counts_so_far_come_with_every_part_of_a_message(make_site: MakeSite, make_text: MakeText) -> None:
+    site = site_with(make_site, make_text(), f"So: {CALL}")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(await site.chat(tools=[WEATHER], stream=True, stream_options=options))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"] is not None]
+    assert len(counts) == len(chunks) - 1  # the opening comes before any token
+    assert counts == sorted(counts)
+    assert counts[-1] > counts[0] > 0
+
+
+async def test_a_message_comes_with_its_prompts_log_probabilities(make_site: MakeSite, make_text: MakeText) -> None:
+    text = make_text()
+    site = site_with(make_site, text, "plain")
+    answer = (await site.chat(tools=[WEATHER], prompt_logprobs=1)).json()
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert "prompt_logprobs" not in (await site.chat(tools=[WEATHER])).json()
+
+
+async def test_tokenize_shows_tools_as_a_chat_does(make_site: MakeSite, make_text: MakeText) -> None:
+    site = site_with(make_site, make_text(), "plain")
+    messages = [{"role": "user", "content": "hi"}]
+    for more in ({"tools": [WEATHER]}, {"tools": [WEATHER], "tool_choice": "none"}, {}):
+        asked = {"model": "tiny", "messages": messages, **more}
+        counted = (await site.client.post("/tokenize", json=asked)).json()
+        await site.chat(messages=messages, **more)
+        assert tuple(counted["tokens"]) == site.service.streams[-1].request.prompt_ids
+
+
 async def test_a_template_that_begins_the_thought(make_site: MakeSite, make_text: MakeText) -> None:
     text = make_text("{{ messages[0].content }}{# </think> #}<think>\n")
     site = site_with(make_site, text, "hm\n</think>Yes.", "never said")

@@ -168,6 +168,7 @@ def _shut(sock: socket.socket) -> None:
 
 class SharedMemoryRig:
     num_lanes = 1
+    is_encrypted = False
     can_force_fence = False  # a process is ended by force, and this one is the test's own
 
     def __init__(self) -> None:

@@ -1,0 +1,43 @@
+"""What the loop is to do after one event, and what the router is to hear first."""
+
+from collections.abc import Iterable
+
+from disagg.core.request import EmittedToken
+from disagg.protocol.messages import EmitTokens, PromptReport, SequenceReport
+from disagg.scheduler.actions import Action, SendToRouter
+
+
+class Outgoing:
+    """Collects; take() empties it."""
+
+    def __init__(self) -> None:
+        self._actions: list[Action] = []
+        self._tokens: list[EmittedToken] = []
+        self._scored: list[EmittedToken] = []  # with log probabilities of a prompt: large
+        self._prompts: list[PromptReport] = []
+        self._reports: list[SequenceReport] = []
+
+    def act(self, *actions: Action) -> None:
+        self._actions.extend(actions)
+
+    def emit(self, tokens: Iterable[EmittedToken]) -> None:
+        for token in tokens:
+            (self._tokens if token.prompt_logprobs is None else self._scored).append(token)
+
+    def report_prompt(self, report: PromptReport) -> None:
+        self._prompts.append(report)
+
+    def report_end(self, report: SequenceReport) -> None:
+        self._reports.append(report)
+
+    def take(self) -> list[Action]:
+        """All tokens and reports since the last call travel in one message, before anything else.
+
+        Only a token with its prompt's log probabilities has one of its own: a message has a largest size.
+        """
+        messages = [EmitTokens((token,), (), ()) for token in self._scored]
+        if self._tokens or self._prompts or self._reports:
+            messages.insert(0, EmitTokens(tuple(self._tokens), tuple(self._prompts), tuple(self._reports)))
+        actions = [*map(SendToRouter, messages), *self._actions] if messages else self._actions
+        self._tokens, self._scored, self._prompts, self._reports, self._actions = [], [], [], [], []
+        return actions
