@@ -51,6 +51,7 @@ from disagg.protocol.messages import (
     AbortSequence,
     AnnouncePeers,
     AnswerDrain,
+    AnswerExamination,
     AnswerPairing,
     AnswerRegistration,
     AnswerReservation,
@@ -63,6 +64,7 @@ from disagg.protocol.messages import (
     PromptReport,
     RenewLeases,
     ReportFailure,
+    RequestExamination,
     RequestPairing,
     RequestReservation,
     RouterToWorker,
@@ -140,7 +142,8 @@ def test_c1_every_kind_of_event_is_tried() -> None:
     left_out = {events.RouterLost, events.DrainRequested, events.PeerPaired, events.ClockTicked}
     wrappers = {events.RouterMessageReceived, events.PeerMessageReceived}
     assert set(local_events(0)) == set(get_args(events.Event)) - left_out - wrappers
-    assert set(peer_messages(0, STRANGE)) == set(get_args(WorkerToWorker))
+    operators = {RequestExamination, AnswerExamination}
+    assert set(peer_messages(0, STRANGE)) == set(get_args(WorkerToWorker)) - operators
     assert set(router_messages(0)) == set(get_args(RouterToWorker)) - {StartSequence, DrainWorker}
 
 

@@ -115,8 +115,9 @@ class OpenAnswer:
                 raise InternalFault(f"answer {self.name} ended, but its choices {unfinished} did not finish")
             return None
         pieces = self._pieces(*found)
-        for number, event in self._events.ready():
-            pieces += self._pieces(number, event)
+        if not self._params.continuous_usage:  # else each piece goes with the counts of its own moment
+            for number, event in self._events.ready():
+                pieces += self._pieces(number, event)
         return pieces
 
     def _pieces(self, number: int, event: StreamEvent) -> list[Piece]:

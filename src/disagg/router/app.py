@@ -70,7 +70,7 @@ def create_app(
     `clock` gives Unix time in seconds for "created"; `draw_seed` a seed for a request without one.
     """
     made = endpoints(service, models, text_threads, limits=limits, access=access, clock=clock, draw_seed=draw_seed)
-    routes = [Route(path, _guarded(endpoint), methods=[method]) for method, path, endpoint in made]
+    routes = [Route(path, _Guarded(endpoint), methods=[method]) for method, path, endpoint in made]
     app: ASGIApp = _Site(Router(routes, redirect_slashes=False))
     if cors_origins:
         app = CORSMiddleware(
@@ -129,12 +129,22 @@ def endpoints(
     )
 
 
-def _guarded(endpoint: Endpoint) -> Endpoint:
-    """Every error becomes a response here: one bad request never costs the connection of another."""
+class _Guarded:
+    """Every error becomes a response here: one bad request never costs the connection of another.
 
-    async def guarded(request: Request) -> Response:
+    An application by itself, so that nothing is wrapped around each chunk that its response sends.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._respond(Request(scope, receive))
+        await response(scope, receive, send)
+
+    async def _respond(self, request: Request) -> Response:
         try:
-            return await endpoint(request)
+            return await self._endpoint(request)
         except (ClientGone, ClientDisconnect):
             return Response(status_code=_GONE)
         except Refused as refusal:
@@ -144,8 +154,6 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
         except Exception as error:
             _log.exception("%s %s failed", request.method, request.url.path)
             return http_error(error).response()
-
-    return guarded
 
 
 def _routing_error(request: Request, error: HTTPException) -> Response:

@@ -155,6 +155,28 @@ async def test_two_workers_register_pair_and_answer() -> None:
         await until(lambda: not is_ready(served))
 
 
+async def test_what_one_step_brings_is_read_at_once_and_a_failure_by_itself() -> None:
+    async with service() as (served, address):
+        channel, _ = await register(address, mixed_card())
+        stream = ask(served, max_tokens=5, num_choices=3)
+        await receive(channel, StartSequence)
+        channel.send(EmitTokens(tuple(token(stream, 0, choice) for choice in (2, 0, 1))))
+        reading = aiter(stream.events())
+        async with asyncio.timeout(DEADLINE_S):
+            first = await anext(reading)
+        ready = stream.take_ready()
+        assert [event.choice for event in (first, *ready) if isinstance(event, TokensDelivered)] == [2, 0, 1]
+        assert stream.take_ready() == []
+        channel.send(EmitTokens((token(stream, 1, 0), token(stream, 1, 1))))
+        await until(lambda: len(stream._events) == 2)  # type: ignore[attr-defined]
+        await served.close()  # fails what is open
+        assert len(stream.take_ready()) == 2
+        assert stream.take_ready() == []
+        async with asyncio.timeout(DEADLINE_S):
+            assert isinstance(await anext(reading), RequestFailed)
+        await channel.close()
+
+
 @pytest.mark.parametrize("roles", [(Role.MIXED,), (Role.PREFILL, Role.DECODE)])
 async def test_scores_of_a_prompt_come_once_with_the_first_token(roles: tuple[Role, ...]) -> None:
     """Over several chunks, and whole again when the prompt's blocks are cached by then."""
