@@ -77,6 +77,10 @@ BAD_COMMON: list[tuple[dict[str, object], str]] = [
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
+def large_tool(number: int) -> dict[str, object]:
+    return {"type": "function", "function": {"name": f"f{number}", "parameters": {"title": "x" * 50_000}}}
+
+
 def schema_format(schema: object, **more: object) -> dict[str, object]:
     return {"type": "json_schema", "json_schema": {"name": "n", "schema": schema, **more}}
 
@@ -134,6 +138,7 @@ BAD_CHAT: list[tuple[dict[str, object], str]] = [
     ),
     ({"tools": [TOOL, TOOL]}, "tools"),
     ({"tools": [TOOL] * 129}, "tools"),
+    ({"tools": [large_tool(number) for number in range(6)]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": 3}, "tool_choice"),

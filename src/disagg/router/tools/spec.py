@@ -13,6 +13,7 @@ from disagg.modelfiles.grammar import schema_text
 from disagg.router.fields import Fields, JsonObject, wrong_type
 
 MAX_TOOLS: Final = 128
+MAX_TOOLS_BYTES: Final = 256 << 10  # of all their parameters together: each is checked
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_PARAMETERS: Final[Mapping[str, object]] = {"type": "object", "properties": {}}
 
@@ -63,6 +64,10 @@ def read_tool_use(fields: Fields) -> ToolUse:
     if len(values) > MAX_TOOLS:
         raise InvalidRequest(f"'tools' has {len(values)} tools; at most {MAX_TOOLS} are allowed", param="tools")
     tools = tuple(_read_tool(f"tools[{place}]", value) for place, value in enumerate(values))
+    size = sum(len(tool.schema.encode()) for tool in tools)
+    if size > MAX_TOOLS_BYTES:
+        text = f"'tools' have {size} bytes of parameters; at most {MAX_TOOLS_BYTES} are allowed"
+        raise InvalidRequest(text, param="tools")
     names = [tool.name for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
