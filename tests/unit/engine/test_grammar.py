@@ -22,7 +22,7 @@ from disagg.engine.runner import TorchEngine
 from disagg.engine.sampler import SampleRequest
 from disagg.modelfiles.grammar import GrammarCompiler, schema_text
 from disagg.modelfiles.tokenizer import ModelTokenizer, load_tokenizer
-from disagg.scheduler.engine import StepPlan, StepResult, StepRow, TokenHistory
+from disagg.scheduler.engine import Scoring, StepPlan, StepResult, StepRow, TokenHistory
 from disagg.testing.model_files import write_tiny_llama
 
 SCHEMA: dict[str, Any] = {
@@ -251,3 +251,21 @@ def test_a_mask_that_never_comes_fails_its_row_in_time(monkeypatch: pytest.Monke
     (failure,) = masked.failures.values()
     assert failure.kind is FailureKind.INTERNAL
     assert "not found within 0.05 s" in failure.message
+
+
+def test_scores_of_a_prompt_know_no_grammar(engine: TorchEngine, tokenizer: ModelTokenizer) -> None:
+    """Neither its own, which is for the answer alone, nor that of a row beside it."""
+    scoring = Scoring(PROMPT[1:], 2)
+    free, bound = params(tokenizer, grammar=None), params(tokenizer)
+    rows = [row(number, sampling, ()) for number, sampling in enumerate((free, bound, bound, free))]
+    scored = [msgspec.structs.replace(each, scoring=scoring) for each in rows]
+    (alone,) = run(engine, scored[0]).scores
+    together = run(engine, scored[0], scored[1], rows[2], scored[3])
+    assert len(alone.logprobs) == len(PROMPT) - 1
+    assert [(each.sequence_id, each.logprobs) for each in together.scores] == [
+        (sequence_id(number), alone.logprobs) for number in (0, 1, 3)
+    ]
+    tokens = {token.sequence_id: token.token_id for token in together.tokens}
+    assert [tokens[sequence_id(number)] for number in range(4)] == [
+        token.token_id for each in rows for token in run(engine, each).tokens
+    ]

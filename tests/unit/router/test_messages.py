@@ -14,8 +14,9 @@ from disagg.core.grammar import GrammarKind
 from disagg.modelfiles.chat_template import ChatTemplate
 from disagg.modelfiles.grammar import GrammarCompiler
 from disagg.modelfiles.tokenizer import ModelTokenizer, load_tokenizer
+from disagg.router.openai_types import read_chat
 from disagg.router.parser_names import ReasoningParser, ToolParser
-from disagg.router.text import ModelText
+from disagg.router.text import ModelText, chat_requests
 from disagg.testing.generation import ready
 from disagg.testing.tokenizer_files import write_tiny_tokenizer
 
@@ -173,6 +174,15 @@ async def test_logprobs_of_held_back_text_are_not_lost(make_site: MakeSite, make
     streamed = [entry for chunk in chunks for entry in (chunk["choices"][0]["logprobs"] or {}).get("content", [])]
     assert whole == streamed
     assert b"".join(bytes(entry["bytes"]) for entry in streamed).decode() == f"So: {CALL}"
+
+
+def test_a_plain_chat_is_read_as_it_comes(make_text: MakeText) -> None:
+    """No reader stands between its tokens and the client: nothing is held back, and each costs as little as it did."""
+    messages = [{"role": "user", "content": "hi"}]
+    for more in ({}, {"tools": [WEATHER], "tool_choice": "none"}, {"response_format": {"type": "json_object"}}):
+        asked = read_chat({"model": "tiny", "messages": messages, **more})
+        _, plan = chat_requests(asked, make_text(), ready("tiny"), 1)
+        assert plan.reading is None
 
 
 async def test_counts_so_far_come_with_every_part_of_a_message(make_site: MakeSite, make_text: MakeText) -> None:
