@@ -7,6 +7,7 @@ these is gone, also by SIGKILL, the kernel takes namespaces, devices and rules a
     rate and time   a TUN device at each end, a process between them (forwarder.py)
 """
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -16,7 +17,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -90,11 +91,27 @@ class LinkedNamespaces:
 
     def run_inside(self, end: int, work: Callable[[], T]) -> T:
         """work() on a thread at this end: sockets that it makes belong there."""
-        return _on_thread(lambda: _enter(self._fds[end], work))
+
+        def run() -> T:
+            _enter(self._fds[end])
+            return work()
+
+        return _on_thread(run)
+
+    @contextlib.contextmanager
+    def entered(self, end: int) -> Iterator[None]:
+        """This thread, and what it starts meanwhile, is at this end."""
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _enter(self._fds[end])
+            yield
+        finally:
+            _enter(home)
+            os.close(home)
 
     def num_bytes_sent(self, end: int) -> int:
         """By this end's device so far, packet headers included."""
-        return bytes_sent(self.run_inside(end, _device_counts), DEVICES[end])
+        return self.run_inside(end, lambda: bytes_sent(DEVICES[end]))
 
     def close(self) -> None:
         """Idempotent. Processes that still run inside keep their namespace, without the link."""
@@ -164,18 +181,14 @@ class LinkedNamespaces:
             raise InternalFault(f"the process between the ends did not start: exit code {self._forwarder.wait(1.0)}")
 
 
-def bytes_sent(counts: str, device: str) -> int:
-    """Of one device, in the text of /proc/net/dev. Raises InternalFault when it is not there."""
-    for line in counts.splitlines():
-        name, _, fields = line.partition(":")
-        if name.strip() == device:
-            return int(fields.split()[8])
-    raise InternalFault(f"no device {device} at this end of the link")
-
-
-def _device_counts() -> str:
+def bytes_sent(device: str) -> int:
+    """By a device of this thread's namespace, packet headers included. Raises InternalFault when it is not there."""
     with open("/proc/thread-self/net/dev", encoding="ascii") as file:
-        return file.read()
+        for line in file:
+            name, _, fields = line.partition(":")
+            if name.strip() == device:
+                return int(fields.split()[8])
+    raise InternalFault(f"no device {device} at this end of the link")
 
 
 def _open_tun(name: str) -> int:
@@ -198,9 +211,8 @@ def _new_namespace() -> int:
     return _on_thread(make)
 
 
-def _enter(fd: int, work: Callable[[], T]) -> T:
+def _enter(fd: int) -> None:
     _check(ctypes.CDLL(None, use_errno=True).setns(fd, _CLONE_NEWNET))
-    return work()
 
 
 def _check(result: int) -> None:
