@@ -25,6 +25,7 @@ from disagg.testing.processes import Serve, wait_until
 from harness import (
     Metrics,
     Prompts,
+    Server,
     TokenStream,
     check_pinned,
     cpu_use,
@@ -85,7 +86,7 @@ class Transfer(msgspec.Struct, frozen=True):
         return self.hidden_bytes / self.num_bytes if self.num_bytes else float("nan")
 
 
-async def ask(server: Serve, body: dict[str, object]) -> tuple[Times, str]:
+async def ask(server: Server, body: dict[str, object]) -> tuple[Times, str]:
     """Send one request alone; its times and its text. Raises SystemExit when tokens cannot be told apart."""
     stream = await TokenStream.open(server.url, body)
     await stream.finish(ANSWER_TIMEOUT_S)
@@ -110,7 +111,7 @@ def transfer(metrics: Metrics) -> Transfer:
     )
 
 
-async def settled_transfer(server: Serve, num_handoffs: int) -> Transfer:
+async def settled_transfer(server: Server, num_handoffs: int) -> Transfer:
     """Counters travel with the workers' reports: wait for those that know of every hand-off. Raises InternalFault."""
     found: list[Transfer] = []
 

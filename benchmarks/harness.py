@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
 
 import httpx
@@ -68,7 +68,13 @@ def check_pinned(server: Serve, worker_ids: Sequence[str]) -> str:
     return ", ".join(f"{name} on core {_listed(cores[name])} x {threads_of(server, name)} threads" for name in cores)
 
 
-def scrape(server: Serve) -> Metrics:
+class Server(Protocol):
+    """Whatever runs behind it."""
+
+    url: str  # "http://127.0.0.1:port"
+
+
+def scrape(server: Server) -> Metrics:
     """Every counter and gauge of the router and, through it, of the workers."""
     text = httpx.get(f"{server.url}/metrics", timeout=10.0, trust_env=False).text
     found: dict[tuple[str, str, str], float] = {}
@@ -81,7 +87,7 @@ def scrape(server: Serve) -> Metrics:
     return found
 
 
-async def wait_idle(server: Serve) -> None:
+async def wait_idle(server: Server) -> None:
     """Until the router has no open request. Raises InternalFault when it goes on having one."""
 
     def is_idle() -> bool:
