@@ -26,7 +26,8 @@ from typing import Any
 
 import msgspec
 
-from disagg.channel.channel import Channel, dial, listen, server_address
+from disagg.channel.channel import Channel, dial
+from disagg.channel.listening import listen
 from disagg.core.ids import Incarnation, RequestId, SequenceId
 from disagg.core.request import SamplingParams, SequenceSpec
 from disagg.core.roles import Task
@@ -238,7 +239,7 @@ async def direct(worker: FakeWorker, count: int, num_steps: int) -> dict[str, fl
         here.set_result(channel)
 
     server = await listen("127.0.0.1", 0, _TO_ROUTER, welcome)
-    worker.attach(await dial(server_address(server), TO_WORKER, timeout_s=LIMIT_S))
+    worker.attach(await dial(server.address, TO_WORKER, timeout_s=LIMIT_S))
     channel = await here
     got = asyncio.Event()
 

@@ -11,6 +11,7 @@ from tests.faults.loopback import MODEL, live_worker, paired
 from tests.unit.worker.rigs import until
 
 from disagg.core.errors import ConfigurationError, DisaggError
+from disagg.core.grammar import GrammarKind, GrammarSpec
 from disagg.core.ids import Incarnation
 from disagg.core.request import SamplingParams
 from disagg.core.roles import Role
@@ -40,7 +41,8 @@ async def recorded_router(path: Path) -> AsyncIterator[tuple[LiveService, str]]:
 
 def asked(number: int) -> GenerateRequest:
     prompt = tuple((31 * number + 7 * index) % 900 for index in range(6 + 9 * (number % 4)))
-    return GenerateRequest(MODEL, prompt, SamplingParams(4 + number % 5, temperature=0.7, seed=number))
+    grammar = GrammarSpec(GrammarKind.LARK, "mod 7") if number % 3 == 0 else None
+    return GenerateRequest(MODEL, prompt, SamplingParams(4 + number % 5, 0.7, seed=number, grammar=grammar))
 
 
 async def read(stream: TokenStream) -> bool:
