@@ -76,6 +76,7 @@ bench: $(STAMP) ## every benchmark, on a quiet machine: 25 minutes (ARGS=--quick
 	@echo "== transport"; $(PY) benchmarks/transport.py
 	@echo "== TLS, lanes, proofs"; $(PY) benchmarks/secured.py
 	@echo "== hand-off cost"; $(PY) benchmarks/handoff_cost.py $(ARGS)
+	@echo "== hand-off over links"; $(PY) benchmarks/handoff.py $(ARGS)
 	@echo "== KV wires"; $(PY) benchmarks/kv_wire.py $(ARGS)
 	@echo "== recovery"; $(PY) benchmarks/recovery.py $(ARGS)
 	@echo "== overload"; $(PY) benchmarks/overload.py $(ARGS)
