@@ -113,13 +113,13 @@ def test_a_killed_holder_leaves_no_process() -> None:
     wait_until(lambda: "links.forwarder" not in command_line(forwarder), 20.0, "the process between the ends to end")
 
 
-@pytest.mark.parametrize(("claimed_gbits", "code"), [("0.1", 0), ("10", 1)])
-def test_the_doctor_tells_a_slow_link(claimed_gbits: str, code: int, tiny_llama: Path) -> None:
-    """A prompt goes over it, under TLS; what the doctor measures is the link's rate, and judged by what it should be."""
-    needs(SLOW)
+@pytest.mark.parametrize(("shape", "claimed_gbits", "code"), [(QUICK, "0.1", 0), (SLOW, "10", 1)], ids=["well", "slow"])
+def test_the_doctor_tells_a_slow_link(shape: LinkShape, claimed_gbits: str, code: int, tiny_llama: Path) -> None:
+    """A prompt goes over it, under TLS; what the doctor measures is the link's rate, judged by what it should be."""
+    needs(shape)
     arguments = ("--kv-memory", "8M", "--link-gbits", claimed_gbits)
     with (
-        LinkedNamespaces(SLOW) as pair,
+        LinkedNamespaces(shape) as pair,
         pair.entered(0),
         SpreadCluster(pair, tiny_llama, "m", arguments) as cluster,
     ):
@@ -140,8 +140,8 @@ def test_the_doctor_tells_a_slow_link(claimed_gbits: str, code: int, tiny_llama:
         links = [link for patient in report.patients if patient.answer for link in patient.answer.links]
         (link,) = [link for link in links if link.peer == "decode-0"]
         assert (link.transport, link.is_encrypted) == ("tcp", True)
-        assert link.latency_s >= SLOW.round_trip_s
-        assert 0.05 < link.bytes_per_s / SLOW.bytes_per_s < 1.3
+        assert link.latency_s >= shape.round_trip_s
+        assert 0.05 < link.bytes_per_s / shape.bytes_per_s < 1.3
         if code:
             (finding,) = report.findings
             assert "of the 10 Gbit/s that the link should give" in finding
