@@ -72,7 +72,7 @@ docs: $(STAMP) ## rewrite what is generated in docs/
 	$(PY) tools/write_docs.py
 
 .PHONY: bench
-bench: $(STAMP) ## every benchmark, on a quiet machine: 25 minutes (ARGS=--quick: 7)
+bench: $(STAMP) ## every benchmark, on a quiet machine: 45 minutes (ARGS=--quick: 10)
 	@echo "== transport"; $(PY) benchmarks/transport.py
 	@echo "== TLS, lanes, proofs"; $(PY) benchmarks/secured.py
 	@echo "== hand-off cost"; $(PY) benchmarks/handoff_cost.py $(ARGS)
