@@ -72,10 +72,11 @@ docs: $(STAMP) ## rewrite what is generated in docs/
 	$(PY) tools/write_docs.py
 
 .PHONY: bench
-bench: $(STAMP) ## every benchmark, on a quiet machine: 25 minutes (ARGS=--quick: 7)
+bench: $(STAMP) ## every benchmark, on a quiet machine: 45 minutes (ARGS=--quick: 10)
 	@echo "== transport"; $(PY) benchmarks/transport.py
 	@echo "== TLS, lanes, proofs"; $(PY) benchmarks/secured.py
 	@echo "== hand-off cost"; $(PY) benchmarks/handoff_cost.py $(ARGS)
+	@echo "== hand-off over links"; $(PY) benchmarks/handoff.py $(ARGS)
 	@echo "== KV wires"; $(PY) benchmarks/kv_wire.py $(ARGS)
 	@echo "== recovery"; $(PY) benchmarks/recovery.py $(ARGS)
 	@echo "== overload"; $(PY) benchmarks/overload.py $(ARGS)

@@ -1,6 +1,6 @@
 """The hand-off over links of several speeds: layer-wise, compressed and synchronous beside one mixed worker.
 
-    python benchmarks/handoff.py [--rounds 5] [--links NAME ...] [--lengths N ...] [--sweep | --no-sweep] [--quick]
+    python benchmarks/handoff.py [--rounds 3] [--links NAME ...] [--lengths N ...] [--sweep | --no-sweep] [--quick]
 
 Links: one host (shared memory; TCP) and two network namespaces with an emulated link between them, which need root:
 1 Gbit/s, 1 Gbit/s with 5 ms more there and back, 100 Mbit/s. There the data go under mutual TLS, as between machines.
@@ -22,7 +22,6 @@ says, on one host what the worker has learned.
 import argparse
 import asyncio
 import contextlib
-import itertools
 import os
 import random
 import statistics
@@ -74,13 +73,14 @@ WIRE_SHARE = 0.1  # of the prompt's time; from there on layer-wise must beat syn
 DEFAULTS = WorkerConfig(model="-", served_name="-", role=Role.PREFILL, worker_id="-", router_address="")
 
 
-class Side(msgspec.Struct, frozen=True):
+class Side(msgspec.Struct):
     """One cluster of a link."""
 
     name: str
     server: Server
     min_push_bytes: int = DEFAULTS.min_push_bytes
     wire: KvWire = KvWire.NATIVE
+    num_asked: int = 0
 
     @property
     def is_mixed(self) -> bool:
@@ -168,31 +168,37 @@ async def ask_watched(server: Server, body: dict[str, object], shape: LinkShape 
     return Asked(times, *watch.found()), text
 
 
-async def measure(
-    sides: Sequence[Side], shape: LinkShape | None, prompts: Prompts, rng: random.Random, args: argparse.Namespace
-) -> dict[int, dict[str, list[Asked]]]:
-    """By length, side and round. Raises SystemExit when sides of one numerics answer differently."""
-    found: dict[int, dict[str, list[Asked]]] = {length: {each.name: [] for each in sides} for length in args.lengths}
+async def warm(sides: Sequence[Side], prompts: Prompts, rng: random.Random, num_tokens: int) -> None:
+    """Fill the KV memory of every side."""
     for _ in range(NUM_WARM):
-        body = prompts.body(rng, max(args.lengths), ANSWER_TOKENS)
+        body = prompts.body(rng, num_tokens, ANSWER_TOKENS)
         for side in sides:
             await ask(side.server, body)
-    turns = itertools.count()
-    for _ in range(args.rounds):
-        for length in args.lengths:
-            body = prompts.body(rng, length, ANSWER_TOKENS)
-            turn = next(turns)
-            texts = set()
-            for place in range(len(sides)):
-                side = sides[(place + turn) % len(sides)]
-                asked, text = await ask_watched(side.server, body, None if side.is_mixed else shape)
-                found[length][side.name].append(asked)
-                if side.wire is KvWire.NATIVE:
-                    texts.add(text)
-            if len(texts) != 1:
-                raise SystemExit(f"the sides answered differently: {sorted(texts)}")
-            print(f"  {length} tokens, TTFT/token 2, ms: {_shown(found[length])}", flush=True)
-    return found
+            side.num_asked += 1
+
+
+async def measure(
+    sides: Sequence[Side], shape: LinkShape | None, prompts: Prompts, rng: random.Random, num_tokens: int, rounds: int
+) -> tuple[dict[str, list[Asked]], dict[str, float]]:
+    """By side: each round; the hidden share. Raises SystemExit when sides of one numerics answer differently."""
+    found: dict[str, list[Asked]] = {each.name: [] for each in sides}
+    handing = [side for side in sides if not side.is_mixed]
+    before = {side.name: await settled_transfer(side.server, side.num_asked) for side in handing}
+    for turn in range(rounds):
+        body = prompts.body(rng, num_tokens, ANSWER_TOKENS)
+        texts = set()
+        for place in range(len(sides)):
+            side = sides[(place + turn) % len(sides)]
+            asked, text = await ask_watched(side.server, body, None if side.is_mixed else shape)
+            side.num_asked += 1
+            found[side.name].append(asked)
+            if side.wire is KvWire.NATIVE:
+                texts.add(text)
+        if len(texts) != 1:
+            raise SystemExit(f"the sides answered differently: {sorted(texts)}")
+        print(f"  {num_tokens} tokens, TTFT/token 2, ms: {_shown(found)}", flush=True)
+    after = {side.name: await settled_transfer(side.server, side.num_asked) for side in handing}
+    return found, {name: hidden_share(before[name], after[name]) for name in before}
 
 
 def _shown(found: Mapping[str, Sequence[Asked]]) -> str:
@@ -239,7 +245,7 @@ def figures(
     num_tokens: int,
     layout: KvLayout,
     link: tuple[float, float],
-    hidden_share: float,
+    hidden: float,
 ) -> Figures:
     """link: bytes per second, seconds there and back."""
     mine, mixed = found[side.name], found[MIXED]
@@ -262,7 +268,7 @@ def figures(
         last_push_ms=last_ms,
         wire_mb=median(each.wire_bytes for each in mine) / 1e6 or whole / 1e6,
         line_use=median(each.line_use for each in mine),
-        hidden_share=hidden_share,
+        hidden_share=hidden,
         excess=median(each.token_2_ms / (other.token_2_ms + last_ms) for each, other in pairs),
     )
 
@@ -305,51 +311,33 @@ def run(
             for side, (flags, push) in variants.items()
         ]
         use = harness.cpu_use()
-        by_length: dict[str, object] = {}
-        found: dict[int, dict[str, list[Asked]]] = {}
-        hidden: dict[int, dict[str, float]] = {}
-        for length in args.lengths:  # one after the other, so that counters are of one length
-            single = argparse.Namespace(**{**vars(args), "lengths": [length]})
-            before = moved(sides)
-            found |= asyncio.run(measure(sides, shape, prompts, random.Random(args.seed + length), single))
-            hidden[length] = {side: share(before[side], after) for side, after in moved(sides).items()}
+        rng = random.Random(args.seed)
+        asyncio.run(warm(sides, prompts, rng, max(args.lengths)))
+        found = {
+            length: asyncio.run(measure(sides, shape, prompts, rng, length, args.rounds)) for length in args.lengths
+        }
         foreign = harness.foreign_share(use, harness.cpu_use())
-        rates = {side.name: shape.bytes_per_s if shape else learned_rate(side.server) for side in sides}
-        for length in args.lengths:
-            rows = {
-                side.name: figures(
-                    found[length],
-                    side,
-                    length,
-                    layout,
-                    (rates[side.name], shape.round_trip_s if shape else 0.0),
-                    hidden[length].get(side.name, float("nan")),
-                )
-                for side in sides
-            }
+        by_length: dict[str, object] = {}
+        for length, (asked, hidden) in found.items():
+            rows = {}
+            for side in sides:
+                rate = shape.bytes_per_s if shape else learned_rate(side.server)
+                link = (rate, shape.round_trip_s if shape else 0.0)
+                rows[side.name] = figures(asked, side, length, layout, link, hidden.get(side.name, float("nan")))
             show(name, length, rows, foreign)
             by_length[str(length)] = {side: msgspec.structs.asdict(row) for side, row in rows.items()}
     harness.warn_of_others(foreign)
     return {"foreign_share": foreign, "lengths": by_length}
 
 
-def moved(sides: Sequence[Side]) -> dict[str, Transfer]:
-    """Counters of the hand-offs so far, by side."""
-    totals = {}
-    for side in sides:
-        if not side.is_mixed:
-            totals[side.name] = asyncio.run(settled_transfer(side.server, 0))
-    return totals
-
-
-def share(before: Transfer, after: Transfer) -> float:
-    """Hidden, of what went between two readings."""
+def hidden_share(before: Transfer, after: Transfer) -> float:
+    """Of what went between two readings."""
     num_bytes = after.num_bytes - before.num_bytes
     return (after.hidden_bytes - before.hidden_bytes) / num_bytes if num_bytes else float("nan")
 
 
 def main() -> None:
-    parser = harness.options(__doc__, rounds=5)
+    parser = harness.options(__doc__, rounds=3)
     parser.add_argument("--links", nargs="+", default=list(LINKS), choices=list(LINKS), metavar="NAME")
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), metavar="N")
     parser.add_argument("--sweep", action=argparse.BooleanOptionalAction, help="only the sweep; or all but it")

@@ -1,19 +1,21 @@
-"""Write what is generated into the documentation: the state diagrams of docs/architecture.md."""
+"""Write what is generated into the documentation: the state diagrams."""
 
 from pathlib import Path
 
-from disagg.protocol.tables import TABLES
+from disagg.protocol.tables import DIAGRAMS, TABLES
 
-ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def main() -> None:
-    text = ARCHITECTURE.read_text()
-    for table in TABLES:
-        head, rest = text.split(f"<!-- table: {table.name} -->\n", 1)
-        _, tail = rest.split("<!-- end -->", 1)
-        text = f"{head}<!-- table: {table.name} -->\n```mermaid\n{table.diagram()}\n```\n<!-- end -->{tail}"
-    ARCHITECTURE.write_text(text)
+    by_name = {table.name: table for table in TABLES}
+    for file, names in DIAGRAMS.items():
+        text = (DOCS / file).read_text()
+        for name in names:
+            head, rest = text.split(f"<!-- table: {name} -->\n", 1)
+            _, tail = rest.split("<!-- end -->", 1)
+            text = f"{head}<!-- table: {name} -->\n```mermaid\n{by_name[name].diagram()}\n```\n<!-- end -->{tail}"
+        (DOCS / file).write_text(text)
 
 
 if __name__ == "__main__":

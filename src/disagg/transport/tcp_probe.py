@@ -19,6 +19,7 @@ from disagg.transport.wire import (
 )
 
 NUM_PINGS = 3
+MIN_ROUND_TRIPS = 16  # a connection over a long way takes some of them to get as fast as its link
 GROWTH = 4
 
 _CHUNK = memoryview(bytes(128 << 10))
@@ -32,9 +33,9 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def measure(stream: Stream, budget_s: float) -> Measured:
-    """Ask a welcomed connection. Takes little more than budget_s. Raises PeerFault."""
+    """Ask a welcomed connection. Takes little more than budget_s, or some round trips. Raises PeerFault."""
     latency_s = min(_send(stream, number, 0) for number in range(NUM_PINGS))
-    num_chunks, number, left_s = 1, NUM_PINGS, budget_s
+    num_chunks, number, left_s = 1, NUM_PINGS, max(budget_s, MIN_ROUND_TRIPS * latency_s)
     rates: list[float] = []
     while True:
         elapsed_s = _send(stream, number, num_chunks)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -161,7 +162,7 @@ class LinkedNamespaces:
             self._tool(end, "tc", "qdisc", "replace", "dev", DEVICES[end], "root", *bucket)
 
     def _start_forwarder(self) -> None:
-        devices = [self.run_inside(end, lambda name=DEVICES[end]: _open_tun(name)) for end in (0, 1)]
+        devices = [self.run_inside(end, partial(_open_tun, name)) for end, name in enumerate(DEVICES)]
         try:
             self._lifeline = ParentEnd()
             shape = self.shape
