@@ -1,7 +1,7 @@
 """One deployment on this machine: a router and its workers under one supervisor.
 
-1  start()        router first; its announcement on stdout tells both ports
-2                 then all workers at once, each told where the router listens
+1  start()        the router on a control port that is held for it, and all workers at once
+2                 the router's announcement on stdout tells the port for clients
 3  wait_ready()   until /ready answers 200; a process that ends before that ends the attempt with its own words
 4  watch()        from then on: kills a worker whose process lives but which the router has not heard of for long
 5  failed()       completes when serving cannot go on: the router, or every worker, was given up
@@ -10,6 +10,7 @@
 """
 
 import asyncio
+import socket
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -71,24 +72,30 @@ class LocalCluster:
         self._supervisor = Supervisor(on_line=self._take_line, on_exit=self._take_exit, policy=plan.restart)
         self._domain = draw_domain()
         self._watch: RouterWatch | None = None
+        self._reserved: socket.socket | None = None  # the control port
 
     async def start(self) -> str:
         """Start everything; the router's URL.
 
         Raises ConfigurationError when the operator can cure it, else InternalFault.
         """
-        self._supervisor.start(self._router_spec(self._plan.router))
-        announcement = await self._unless_exit(self._announced, ROUTER_TIMEOUT_S, "the router to listen")
-        # A router that is started again must come back where clients and workers look for it.
-        self._supervisor.change(self._router_spec(_with_ports(self._plan.router, announcement)))
-        url = f"{announcement.scheme}://{_reachable(announcement.http)}"
-        self._watch = RouterWatch(url)
-        for worker in self._plan.workers:
-            known = msgspec.structs.replace(worker, router_address=_reachable(announcement.control))
+        router = self._plan.router
+        if router.control_port == 0:
+            self._reserved = _reserve(router.control_host)
+            router = msgspec.structs.replace(router, control_port=self._reserved.getsockname()[1])
+        self._supervisor.start(self._router_spec(router))
+        control = _reachable(f"{router.control_host}:{router.control_port}")
+        for worker in self._plan.workers:  # loading takes them longer than the router needs to listen
+            known = msgspec.structs.replace(worker, router_address=control)
             arguments = worker_arguments(known)
             # Who has the domain's secret may write into the other workers' memory: workers only.
             secret = tuple(self._domain.environment().items())
             self._supervisor.start(ProcessSpec(known.worker_id, (*self._program, *arguments), secret))
+        announcement = await self._unless_exit(self._announced, ROUTER_TIMEOUT_S, "the router to listen")
+        # A router that is started again must come back where clients look for it.
+        self._supervisor.change(self._router_spec(_with_port(router, announcement)))
+        url = f"{announcement.scheme}://{_reachable(announcement.http)}"
+        self._watch = RouterWatch(url)
         return url
 
     async def wait_ready(self, timeout_s: float, on_missing: Callable[[str], None]) -> None:
@@ -157,6 +164,8 @@ class LocalCluster:
             await self._supervisor.stop((ROUTER,), timeout_s=timeout_s)
         finally:
             await self._supervisor.stop(timeout_s=timeout_s)
+            if self._reserved is not None:
+                self._reserved.close()
             if self._watch is not None:
                 await self._watch.close()
 
@@ -241,10 +250,25 @@ def _start_failure(event: ProcessExited) -> DisaggError:
     return kind(f"{event.name}: {words}")
 
 
-def _with_ports(config: RouterConfig, announcement: Announcement) -> RouterConfig:
-    port = int(announcement.http.rpartition(":")[2])
-    control_port = int(announcement.control.rpartition(":")[2])
-    return msgspec.structs.replace(config, port=port, control_port=control_port)
+def _reserve(host: str) -> socket.socket:
+    """A free port that stays ours, also while the router that listens on it is started again.
+
+    The socket never listens: with SO_REUSEADDR on both, another one may, and the kernel gives the port to nobody else.
+    """
+    found = socket.getaddrinfo(host.strip("[]") or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    reserved = socket.socket(family, kind, protocol)
+    try:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(address)
+    except OSError as error:
+        reserved.close()
+        raise ConfigurationError(f"no port can be had on {host}: {error.strerror or error}") from None
+    return reserved
+
+
+def _with_port(config: RouterConfig, announcement: Announcement) -> RouterConfig:
+    return msgspec.structs.replace(config, port=int(announcement.http.rpartition(":")[2]))
 
 
 def _reachable(address: str) -> str:

@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import threading
+import time
+import urllib.error
 import urllib.request
 
 from disagg.channel.lifeline import watch_parent
@@ -56,6 +58,19 @@ def run_router() -> None:
     server.serve_forever()
 
 
+def say_hello(url: str) -> None:
+    """Workers are started together with their router, and try until it listens."""
+    opener, deadline_s = urllib.request.build_opener(urllib.request.ProxyHandler({})), time.monotonic() + 60.0
+    while True:
+        try:
+            opener.open(url, timeout=10.0).read()
+            return
+        except urllib.error.URLError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.05)
+
+
 def run_worker() -> None:
     if MODE == "worker-bad":
         print("disagg: '/m' is not a model", file=sys.stderr)
@@ -64,7 +79,7 @@ def run_worker() -> None:
         raise RuntimeError("out of luck")
     worker_id = flag("--worker-id", "")
     url = f"http://{flag('--router-address', '')}/hello/{worker_id}"
-    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url).read()
+    say_hello(url)
     print(f"{worker_id} says hello", file=sys.stderr, flush=True)
     threading.Event().wait()
 
