@@ -220,7 +220,7 @@ def last_push_bytes(layout: KvLayout, num_tokens: int, side: Side) -> int:
 def learned_rate(server: Server) -> float:
     """Bytes per second from prefill to decode, as the worker has seen it; nan while it knows nothing."""
     view = httpx.get(f"{server.url}/cluster", timeout=10.0, trust_env=False).json()
-    rates = [link["bytes_per_s"] for each in view["workers"] for link in each["state"].get("links", ())]
+    rates = [link["bytes_per_s"] for each in view["workers"] for link in each["state"]["links"]]
     return max(rates, default=0.0) or float("nan")
 
 

@@ -126,6 +126,12 @@ def test_the_doctor_tells_a_slow_link(shape: LinkShape, claimed_gbits: str, code
         body = {"model": "m", "prompt": list(range(5, 69)), "max_tokens": 4, "ignore_eos": True}
         answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60.0, trust_env=False)
         assert answer.json()["usage"]["completion_tokens"] == 4
+
+        def learned() -> list[float]:
+            view = httpx.get(f"{cluster.url}/cluster", timeout=10.0, trust_env=False).json()
+            return [link["bytes_per_s"] for each in view["workers"] for link in each["state"]["links"]]
+
+        wait_until(lambda: any(rate > 0 for rate in learned()), 20.0, "/cluster to show what was learned of the link")
         asked = ("doctor", "--router", cluster.control_address, "--keys", cluster.keys[0], "--json")
         found = subprocess.run(
             [sys.executable, "-m", "disagg", *asked],
