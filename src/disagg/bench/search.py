@@ -40,7 +40,9 @@ class RateSearch:
         """narrow: ends when the rate that does not hold is at most so many times the one that does."""
         if not 0 < first_per_s < math.inf or not 0 < target < 1 or max_runs < 1 or narrow <= 1:
             text = f"a search from {first_per_s:g}/s for {target:g} in {max_runs} runs to a factor of {narrow:g}"
-            raise ConfigurationError(f"{text}: rate and runs must be above 0, the target within 0 and 1, factor above 1")
+            raise ConfigurationError(
+                f"{text}: rate and runs must be above 0, the target between 0 and 1, the factor above 1"
+            )
         self.trials: dict[float, Trial] = {}
         self._first = first_per_s
         self._target = target

@@ -1,0 +1,1 @@
+"""Values into pages: plots as inline SVG, one self-contained HTML file, light and dark. Pure."""
