@@ -1,7 +1,7 @@
 """Mixed against separate workers on the same load: who wins, from which prompt length on, and what limits. Pure.
 
 break-even   the shortest prompts from which on, in every class of prompt lengths, answers on separate workers end no
-             later in the median than on mixed ones; classes hold equal numbers of requests
+             later in the median than on mixed ones; classes hold about equal numbers of requests
 limiting     the pool whose workers spend the most of their time in forward passes, if that is enough to queue behind
 """
 
@@ -34,6 +34,13 @@ class LengthClass(msgspec.Struct, frozen=True):
     latency_separate_s: float
 
 
+class BreakEven(msgspec.Struct, frozen=True):
+    """tokens: None where there is none, or nothing can be said."""
+
+    tokens: int | None
+    sentence: str
+
+
 class Verdict(msgspec.Struct, frozen=True):
     """winner: 'mixed', 'separate' or '' when this run shows no difference."""
 
@@ -50,7 +57,8 @@ def length_classes(mixed: Sequence[RequestRecord], separate: Sequence[RequestRec
     lengths = sorted(record.num_prompt_tokens for side in sides for record in side)
     if not lengths:
         return ()
-    edges = sorted({lengths[number * len(lengths) // NUM_CLASSES] for number in range(NUM_CLASSES)})
+    num = max(1, min(NUM_CLASSES, len(lengths) // (4 * MIN_PER_CLASS)))
+    edges = sorted({lengths[number * len(lengths) // num] for number in range(num)})
     found = []
     for number, least in enumerate(edges):
         below = edges[number + 1] if number + 1 < len(edges) else math.inf
@@ -65,16 +73,23 @@ def _median(values: list[float]) -> float:
     return statistics.median(values) if len(values) >= MIN_PER_CLASS else math.nan
 
 
-def break_even_tokens(classes: Sequence[LengthClass]) -> int | None:
-    """None: mixed is faster for the longest prompts too, or there is too little to say."""
+def break_even(classes: Sequence[LengthClass]) -> BreakEven:
+    """From the longest class down, as far as separate workers are no slower."""
+    known = [each for each in classes if not math.isnan(each.latency_mixed_s + each.latency_separate_s)]
+    if not known:
+        return BreakEven(None, "there are too few answers to say how prompt length matters")
     found: int | None = None
-    for each in reversed(classes):
-        if math.isnan(each.latency_mixed_s) or math.isnan(each.latency_separate_s):
-            continue
+    for each in reversed(known):
         if each.latency_separate_s > each.latency_mixed_s:
             break
         found = each.least
-    return found
+    if found is None:
+        text = f"no break-even: even prompts from {known[-1].least} tokens on are answered sooner by mixed workers"
+    elif found == known[0].least:
+        text = "answers end no later on separate workers at every prompt length tried"
+    else:
+        text = f"break-even at {found} prompt tokens: from there on answers end no later on separate workers"
+    return BreakEven(found, text)
 
 
 def limiting_stage(result: LoadResult) -> str:
@@ -93,27 +108,24 @@ def limiting_stage(result: LoadResult) -> str:
 def verdict(what: str, mixed: LoadResult, separate: LoadResult) -> Verdict:
     """One sentence that also says so when mixed workers win or nothing is shown."""
     ours, theirs = separate.figures, mixed.figures
-    even = break_even_tokens(length_classes(mixed.records, separate.records))
+    even = break_even(length_classes(mixed.records, separate.records))
     limits = limiting_stage(mixed), limiting_stage(separate)
     winner = _winner(theirs, ours)
-    from_tokens = (
-        f"answers end sooner on separate workers for prompts from {even} tokens on"
-        if even is not None
-        else "no prompt length was found from which on answers end sooner on separate workers"
-    )
+    if winner:
+        head = f"{winner} workers win"
+    elif max(ours.attainment.value, theirs.attainment.value) < TARGET_SHARE:
+        head = "no winner, and neither side carries this load"
+    else:
+        head = "no winner: what differs is within this run's uncertainty, or one target's gain is another's loss"
     attained = [f"{100 * f.attainment.value:.0f} % ({f.goodput_per_s:.2f}/s)" for f in (ours, theirs)]
     both = f"{attained[0]} of requests attain the targets on separate, {attained[1]} on mixed workers"
-    limited = f"what limits separate workers: {limits[1]}"
-    if winner == "separate":
-        head = f"{what}: separate workers win"
-    elif winner == "mixed":
-        head = f"{what}: mixed workers win"
-    else:
-        head = f"{what}: no winner, the difference is within this run's uncertainty"
     ttft = _ratio(ours.ttft.p50.value, theirs.ttft.p50.value)
     itl = _ratio(ours.itl.p99.value, theirs.itl.p99.value)
-    tails = f"TTFT p50 {ttft}, ITL p99 {itl}"
-    return Verdict(winner, f"{head}: {both}; {tails} of mixed; {from_tokens}; {limited}.", even, *limits)
+    sentence = (
+        f"{what}: {head}: {both}; separate has {ttft} the TTFT (p50) and {itl} the ITL (p99) of mixed; "
+        f"{even.sentence}; what limits separate workers: {limits[1]}."
+    )
+    return Verdict(winner, sentence, even.tokens, *limits)
 
 
 def _winner(mixed: Figures, separate: Figures) -> str:
@@ -148,4 +160,4 @@ def _half(figures: Figures) -> float:
 
 
 def _ratio(ours: float, theirs: float) -> str:
-    return f"{ours / theirs:.2f}x" if theirs > 0 and math.isfinite(ours) else "-"
+    return f"{ours / theirs:.2f} times" if theirs > 0 and math.isfinite(ours) else "-"

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from disagg.bench.comparison import LengthClass
+from disagg.bench.comparison import BreakEven, LengthClass
 from disagg.bench.measure import LoadResult
 from disagg.bench.record import RequestRecord
 from disagg.bench.search import Trial
@@ -148,13 +148,9 @@ def request_section(results: Sequence[LoadResult]) -> Section:
     return Section(heading="Requests", plots=tuple(plots))
 
 
-def length_section(classes: Sequence[LengthClass], break_even: int | None) -> Section:
+def length_section(classes: Sequence[LengthClass], even: BreakEven) -> Section:
     """Mixed beside separate by prompt length."""
-    text = (
-        f"Break-even: from {break_even} prompt tokens on, answers on separate workers end no later in the median."
-        if break_even is not None
-        else "No break-even: for the longest prompts, too, answers on separate workers end later in the median."
-    )
+    text = even.sentence[0].upper() + even.sentence[1:] + "."
     heads = ("prompt tokens from", "requests", "TTFT mixed, s", "separate", "end to end mixed, s", "separate")
     rows = tuple(
         (

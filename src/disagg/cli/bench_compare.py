@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from disagg.bench.comparison import Verdict, break_even_tokens, length_classes, verdict
+from disagg.bench.comparison import Verdict, break_even, length_classes, verdict
 from disagg.bench.html_report import (
     attainment_plot,
     latency_section,
@@ -145,7 +145,7 @@ def _page(judged: Sequence[Judged], asked: CompareOptions) -> str:
         f"{asked.model}: {separate} workers beside {asked.prefill + asked.decode} mixed ones on the same machine, "
         f"seed {asked.seed}, {asked.rounds} rounds in turn"
     )
-    return page("Mixed or separate?", subtitle, " ".join(each.verdict.sentence for each in judged), sections)
+    return page("Mixed or separate?", subtitle, [each.verdict.sentence for each in judged], sections)
 
 
 def _sections(judged: Judged, first: Sequence[LoadResult]) -> list[Section]:
@@ -158,11 +158,11 @@ def _sections(judged: Judged, first: Sequence[LoadResult]) -> list[Section]:
     targets = f"Targets: TTFT at most {slo.ttft_s:g} s and TPOT at most {slo.tpot_s:g} s; failed requests miss them."
     classes = length_classes(first[0].records, first[1].records)
     curves = [(side, [trial_of(result) for result in results]) for side, results in judged.results.items()]
-    summary = summary_section(f"{name}: {judged.mix.about}", rows, (judged.verdict.sentence, targets))
+    summary = summary_section(f"{name}: {judged.mix.about}", rows, (targets,))
     found = (
         msgspec.structs.replace(summary, plots=(attainment_plot(curves, TARGET_SHARE),)),
         latency_section(f"{name}: latency at {first[0].rate_per_s:.3g} requests/s", first),
-        length_section(classes, break_even_tokens(classes)),
+        length_section(classes, break_even(classes)),
         request_section(first),
         worker_section(first),
     )

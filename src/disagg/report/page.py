@@ -33,11 +33,10 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     plots: tuple[Plot, ...] = ()
 
 
-def page(title: str, subtitle: str, verdict: str, sections: Sequence[Section]) -> str:
-    """Light or dark as the reader's system is. All text is escaped; verdict may be empty."""
+def page(title: str, subtitle: str, verdicts: Sequence[str], sections: Sequence[Section]) -> str:
+    """Light or dark as the reader's system is. All text is escaped. verdicts: sentences that stand first."""
     body = [f"<h1>{_esc(title)}</h1>", f'<p class="soft">{_esc(subtitle)}</p>']
-    if verdict:
-        body.append(f'<p class="verdict">{_esc(verdict)}</p>')
+    body += [f'<p class="verdict">{_esc(verdict)}</p>' for verdict in verdicts]
     for section in sections:
         body.append(f"<h2>{_esc(section.heading)}</h2>")
         body += [f"<p>{_esc(text)}</p>" for text in section.paragraphs]
