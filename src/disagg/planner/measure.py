@@ -1,5 +1,7 @@
 """What a candidate does with traffic at a rate: one simulation, judged after its warm-up."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from disagg.bench.percentiles import percentile
@@ -18,6 +20,8 @@ ANSWER_SPANS = 1.5  # a run takes so many answers' time
 TTFT_SPANS = 5.0  # and so many TTFT targets: a queue that grows must have time to show
 LEAST = 60
 STEP = 1.2  # from a rate that holds to the next one tried
+STEEPEST = 0.4  # from one that does not
+CALM_CV = 4.0  # gaps that vary more than this need longer runs
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -54,13 +58,15 @@ class Bench:
         self.seed = seed
         self.num_runs = 0
         longest = max(request.num_prompt_tokens + request.num_output_tokens for request in traffic.requests)
+        self._cv = traffic.gap_cv
         self._max_context = max(1 << 17, longest + 1)
         self._known: dict[tuple[Candidate, float, int], Point] = {}
 
     def num_requests(self, rate_per_s: float, share: float, most: int) -> int:
         """How many make a run in which a queue can be seen to grow, or a share of that run."""
         slo = self.target.slo
-        span_s = TTFT_SPANS * slo.ttft_s + ANSWER_SPANS * self.traffic.mean_output * slo.tpot_s
+        bursts = max(1.0, self._cv / CALM_CV)
+        span_s = bursts * TTFT_SPANS * slo.ttft_s + ANSWER_SPANS * self.traffic.mean_output * slo.tpot_s
         return max(LEAST, round(share * min(most, rate_per_s * span_s / (1 - WARM_UP))))
 
     def run(self, candidate: Candidate, rate_per_s: float, num_requests: int) -> Point:
@@ -77,22 +83,37 @@ class Bench:
             self._known[key] = judged(simulate(scenario, self.seed), rate_per_s, self.target)
         return self._known[key]
 
-    def goodput(self, candidate: Candidate, guess_per_s: float, num_requests: int, num_runs: int) -> Trial:
-        """Up from a rate that holds, down from one that does not, then between the two."""
+    def goodput(
+        self,
+        candidate: Candidate,
+        guess_per_s: float,
+        num_requests: int,
+        num_runs: int,
+        num_extra: int = 0,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> Trial:
+        """Up from a rate that holds, down from one that does not, then between the two.
+
+        num_extra more runs are made while either a rate that holds or one that does not is still to be found. Once it
+        is over no run begins but the first.
+        """
         points: list[Point] = []
         rate, holds, fails = guess_per_s, 0.0, 0.0
-        for number in range(num_runs):
+        while len(points) < num_runs or (len(points) < num_runs + num_extra and not (holds and fails)):
             point = self.run(candidate, rate, num_requests)
             points.append(point)
-            step = STEP ** (1 + number)
+            if is_over():
+                break
             if point.attainment >= self.target.share:
                 holds = max(holds, rate)
             else:
                 fails = min(fails or rate, rate)
             if holds and fails:
                 rate = (holds * fails) ** 0.5 if fails > holds else holds
+            elif holds:
+                rate = holds * STEP ** len(points)
             else:
-                rate = holds * step if holds else fails / step
+                rate = fails * min(1 / STEP, max(STEEPEST, point.attainment / self.target.share))
         return Trial(candidate, tuple(points), goodput_of(points, self.target.share))
 
 

@@ -23,6 +23,7 @@ PREFILL_CHUNKS = (2048, 8192)
 MIXED_CHUNKS = (256, 512, 1024, 2048)
 WHOLE_CHUNK = 8192  # of a step without streams
 LOCAL_TOKENS = (0, 512)
+SHORT_SHARE = 0.05  # of prompts that are short, from which it is worth looking
 SLOW_GAP = 2.0  # first gaps of so many TPOT are felt
 SIMULATED = 3  # of each kind in the first round
 SHORT = 0.4  # of the last round's requests
@@ -41,9 +42,10 @@ class Objective(enum.StrEnum):
 class Effort(msgspec.Struct, frozen=True):
     """How long to look. num_requests: of a run in the last round."""
 
-    num_requests: int = 900
+    num_requests: int = 600
     num_short_runs: int = 2  # of each candidate of the first round
     num_runs: int = 3
+    num_extra: int = 3  # where these found no rate that holds, or none that does not
 
 
 class Ranked(msgspec.Struct, frozen=True):
@@ -127,7 +129,7 @@ class Search:
             )
         kinds = [[row for row in ranked if row.candidate.is_mixed is is_mixed] for is_mixed in (True, False)]
         entered = [_unlike(rows)[:SIMULATED] for rows in kinds]
-        rounds = _Rounds(self, watch, sum(len(rows) for rows in entered) + 3)
+        rounds = _Rounds(self, watch, sum(len(rows) for rows in entered) + 4)
         for rows in entered:
             for row in rows:
                 rounds.look(row.candidate, row.estimate_per_s, SHORT)
@@ -141,10 +143,10 @@ class Search:
         order = sorted(expected, key=lambda each: (-self.score(each, expected[each]), each))
         for place, candidate in enumerate(order):
             trial = rounds.look(candidate, expected[candidate], 1.0)
-            if place == 0 and not candidate.is_mixed:
+            if place == 0:
                 for variant in self._variants(trial):
                     rounds.look(variant, expected[candidate], 1.0)
-            best = max(rounds.long_score(each) for each in order[: place + 1])
+            best = rounds.best_long(candidate.is_mixed)
             rest = order[place + 1 :]
             if not rest or best >= SECOND_LOOK * self.score(rest[0], expected[rest[0]]):
                 return
@@ -183,15 +185,27 @@ class Search:
         return -self.score(row.candidate, row.estimate_per_s), row.candidate.num_gpus, row.candidate
 
     def _variants(self, trial: Trial) -> Iterator[Candidate]:
-        """With short prompts read by decode, where there are some; with a narrower wire, where hand-offs are felt."""
+        """Mixed: the next smaller chunk where TPOT gives out, else the next larger. Split: short prompts read by
+        decode, where there are some; a narrower wire, where hand-offs are felt."""
         candidate = trial.candidate
+        if candidate.is_mixed:
+            yield from self._other_chunk(trial)
+            return
         short = sum(1 for new in self.traffic.uncached if new <= LOCAL_TOKENS[1])
-        if short > 0.05 * len(self.traffic.uncached):
+        if short > SHORT_SHARE * len(self.traffic.uncached):
             yield msgspec.structs.replace(candidate, local_prefill_tokens=LOCAL_TOKENS[1])
         point = trial.nearest(trial.goodput_per_s)
         is_slow = self.estimator.of(candidate).bound_by == "link" or point.first_gap_s > SLOW_GAP * point.tpot_s
         if is_slow and self.fleet.kv.bytes_each > 1:
             yield msgspec.structs.replace(candidate, kv_wire=KvWire.INT8)
+
+    def _other_chunk(self, trial: Trial) -> Iterator[Candidate]:
+        pool = trial.candidate.pools[0]
+        failed = [point for point in trial.points if point.attainment < self.target.share]
+        is_slow_token = any(point.tpot_s > self.target.slo.tpot_s for point in failed)
+        place = MIXED_CHUNKS.index(pool.mixed_chunk_tokens) + (-1 if is_slow_token else 1)
+        if 0 <= place < len(MIXED_CHUNKS):
+            yield Candidate((msgspec.structs.replace(pool, mixed_chunk_tokens=MIXED_CHUNKS[place]),))
 
 
 class _Rounds:
@@ -218,7 +232,10 @@ class _Rounds:
                 return self._short[candidate]
             num_runs, share, is_long = 1, SHORT, False
         num = search.bench.num_requests(guess_per_s, share, effort.num_requests)
-        trial = search.bench.goodput(candidate, guess_per_s, num, num_runs)
+        extra = effort.num_extra if is_long else 0
+        trial = search.bench.goodput(candidate, guess_per_s, num, num_runs, extra, self._watch.is_over)
+        if self._watch.is_over():
+            self.is_cut_short = True
         (self._long if is_long else self._short)[candidate] = trial
         self._done += 1
         return trial
@@ -228,9 +245,10 @@ class _Rounds:
         trial = self._short[row.candidate]
         return trial.goodput_per_s or 0.7 * min(point.rate_per_s for point in trial.points)
 
-    def long_score(self, candidate: Candidate) -> float:
-        trial = self._long.get(candidate)
-        return self._search.score(candidate, trial.goodput_per_s) if trial is not None else 0.0
+    def best_long(self, is_mixed: bool) -> float:
+        """Best score of a kind among long looks; 0 without one."""
+        trials = [trial for each, trial in self._long.items() if each.is_mixed is is_mixed]
+        return max((self._search.score(trial.candidate, trial.goodput_per_s) for trial in trials), default=0.0)
 
     def finish(self) -> tuple[Trial, ...]:
         """Looked at longest first, then by score."""

@@ -1,13 +1,14 @@
 """What is asked, as a list that can be cut to a window and played at any rate."""
 
+import itertools
 import random
+import statistics
 from collections.abc import Iterator
 
 import msgspec
 
 from disagg.bench.arrivals import PoissonArrivals
-from disagg.bench.percentiles import percentile
-from disagg.bench.workload import Lengths, OpenStream, RandomWork, Run, WorkRequest, Workload, WorkStream
+from disagg.bench.workload import Lengths, OpenStream, RandomWork, Run, Workload, WorkRequest, WorkStream
 from disagg.core.errors import ConfigurationError
 
 MAX_READ = 50_000  # requests of a trace that are looked at
@@ -35,8 +36,11 @@ class Traffic(msgspec.Struct, frozen=True):
     def mean_output(self) -> float:
         return sum(request.num_output_tokens for request in self.requests) / len(self.requests)
 
-    def prompt_percentile(self, share: float) -> float:
-        return percentile(sorted(request.num_prompt_tokens for request in self.requests), share)
+    @property
+    def gap_cv(self) -> float:
+        """Standard deviation over mean of the gaps between arrivals: 1 for Poisson, more for bursts."""
+        gaps = [later.due_s - one.due_s for one, later in itertools.pairwise(self.requests)]
+        return statistics.pstdev(gaps) / statistics.fmean(gaps)
 
     def samples(self) -> tuple[tuple[int, int, int], ...]:
         """(prompt, uncached, answer) tokens of requests evenly spread over the order of what must be computed."""
