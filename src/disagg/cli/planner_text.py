@@ -49,7 +49,7 @@ def advice_lines(advice: Advice, fleet: Fleet, target: Target) -> list[str]:
         "gain by mean prompt (closed forms, corrected by the runs above): "
         + ", ".join(f"{point.mean_prompt:.0f}: {_ratio(point.gain)}" for point in advice.by_length),
         f"rule of thumb (below 100 requests/s or 512 tokens: don't): {advice.thumb}",
-        f"the simulation: {'do' if advice.verdict is Verdict.DISAGGREGATED else "don't"}",
+        "the simulation: " + ("do" if advice.verdict is Verdict.DISAGGREGATED else "don't"),
         *searched_lines(advice.searched.num_candidates, advice.searched.num_runs, advice.searched.is_cut_short),
     ]
 
