@@ -45,7 +45,7 @@ def advice_lines(advice: Advice, fleet: Fleet, target: Target) -> list[str]:
         *columns(heads, rows),
         f"gain of the split on equal hardware: {_ratio(advice.gain)}",
         f"break-even rate: {_number(advice.break_even_rate_per_s, 'requests/s', 'none: mixed carries as much')}",
-        f"break-even prompt: {_number(advice.break_even_prompt, 'tokens', 'none up to the longest below')}",
+        f"worth it (1.1 x) from a mean prompt of: {_number(advice.break_even_prompt, 'tokens', 'none of the lengths below')}",
         "gain by mean prompt (closed forms, corrected by the runs above): "
         + ", ".join(f"{point.mean_prompt:.0f}: {_ratio(point.gain)}" for point in advice.by_length),
         f"rule of thumb (below 100 requests/s or 512 tokens: don't): {advice.thumb}",
@@ -170,4 +170,4 @@ def _ratio(value: float) -> str:
 
 
 def _number(value: float, unit: str, otherwise: str) -> str:
-    return otherwise if math.isnan(value) else f"{value:.3g} {unit}"
+    return otherwise if math.isnan(value) else f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"

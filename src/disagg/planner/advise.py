@@ -12,7 +12,7 @@ WORTH = 1.1  # goodput of the split over mixed from which two kinds of worker ar
 ROOM = 1.2  # goodput over the asked rate that is enough to grow into
 THUMB_RATE = 100.0  # requests/s
 THUMB_PROMPT = 512.0  # tokens
-FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)  # of prompt lengths, to find where the answer turns
+FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)  # of prompt lengths, to find where the answer turns
 
 
 class Verdict(enum.StrEnum):
@@ -47,7 +47,9 @@ class Advice(msgspec.Struct, frozen=True):
     at_split: Point | None
     gain: float
     break_even_rate_per_s: float  # above it mixed misses; nan where no rate is
-    break_even_prompt: float  # mean tokens from which the split carries more; nan where that is nowhere in range
+    break_even_prompt: (
+        float  # mean tokens from which the split carries WORTH times as much; nan where that is nowhere in range
+    )
     by_length: tuple[LengthPoint, ...]
     thumb: str
     searched: Searched
@@ -98,6 +100,8 @@ def rule_of_thumb(rate_per_s: float, mean_prompt: float) -> str:
 
 def _judge(rate: float, good: tuple[float, float], gain: float) -> tuple[Verdict, list[str]]:
     """good: of mixed and of the split."""
+    if max(good) <= 0:
+        return Verdict.MIXED, ["nothing that was simulated keeps the targets: give more devices or allow more"]
     carries = f"mixed carries {good[0]:.3g} requests/s within the targets, the split {good[1]:.3g}"
     if max(good) < rate:
         verdict = Verdict.DISAGGREGATED if gain >= WORTH else Verdict.MIXED
@@ -150,8 +154,7 @@ def _goodput(trial: Trial | None) -> float:
 def _at(search: Search, trial: Trial | None, rate_per_s: float) -> Point | None:
     if trial is None:
         return None
-    num = search.bench.num_requests(rate_per_s, 1.0, search.effort.num_requests)
-    return search.bench.run(trial.candidate, rate_per_s, num)
+    return search.bench.run(trial.candidate, rate_per_s, trial.num_requests)
 
 
 def _by_length(search: Search, mixed: Trial | None, split: Trial | None) -> tuple[LengthPoint, ...]:
@@ -177,13 +180,13 @@ def _corrections(estimator: Estimator, trial: Trial | None) -> float:
 
 
 def _turn(points: tuple[LengthPoint, ...]) -> float:
-    """Where the gain first goes above 1, between two lengths by a straight line; nan where it never does."""
+    """Where the gain first reaches WORTH, between two lengths by a straight line; nan where it never does."""
     previous: LengthPoint | None = None
     for point in points:
-        if point.gain > 1:
-            if previous is None or not previous.gain <= 1 or point.gain == float("inf"):
+        if point.gain >= WORTH:
+            if previous is None or not previous.gain < WORTH or point.gain == float("inf"):
                 return point.mean_prompt
-            share = (1 - previous.gain) / (point.gain - previous.gain)
+            share = (WORTH - previous.gain) / (point.gain - previous.gain)
             return previous.mean_prompt + share * (point.mean_prompt - previous.mean_prompt)
         previous = point
     return float("nan")

@@ -38,9 +38,13 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Trial(msgspec.Struct, frozen=True):
-    """A candidate and all that was seen of it. goodput_per_s: highest rate that holds, between points by a line."""
+    """A candidate and all that was seen of it. goodput_per_s: highest rate that holds, between points by a line.
+
+    num_requests: of each run; equal numbers mean the same requests.
+    """
 
     candidate: Candidate
+    num_requests: int
     points: tuple[Point, ...]
     goodput_per_s: float
 
@@ -114,7 +118,7 @@ class Bench:
                 rate = holds * STEP ** len(points)
             else:
                 rate = fails * min(1 / STEP, max(STEEPEST, point.attainment / self.target.share))
-        return Trial(candidate, tuple(points), goodput_of(points, self.target.share))
+        return Trial(candidate, num_requests, tuple(points), goodput_of(points, self.target.share))
 
 
 def goodput_of(points: list[Point], share: float) -> float:

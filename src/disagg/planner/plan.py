@@ -2,7 +2,6 @@
 
 import msgspec
 
-from disagg.core.roles import Role
 from disagg.planner.candidate import Candidate
 from disagg.planner.measure import Point, Trial
 from disagg.planner.search import Search, Searched, Watch
@@ -55,6 +54,7 @@ def plan(search: Search, watch: Watch | None = None) -> Plan:
     asked = search.traffic.rate_per_s
     goodput = best.trial.goodput_per_s
     rate = min(asked, goodput) or asked
+    at = [(share, search.bench.run(best.candidate, share * rate, best.trial.num_requests)) for share in LOADS]
     return Plan(
         best=best,
         mixed=next((row for row in rows if row.candidate.is_mixed), None),
@@ -62,8 +62,8 @@ def plan(search: Search, watch: Watch | None = None) -> Plan:
         rows=rows,
         asked_per_s=asked,
         rate_per_s=rate,
-        loads=tuple(Probe(f"{share:.0%} of the load", _at(search, best.candidate, share * rate)) for share in LOADS),
-        one_less=tuple(_one_less(search, best.candidate, rate)),
+        loads=tuple(Probe(f"{share:.0%} of the load", point) for share, point in at),
+        one_less=tuple(_one_less(search, best.trial, rate)),
         num_gpus_for_asked=-(-round(1000 * asked / goodput * best.candidate.num_gpus) // 1000) if goodput else 0,
         searched=searched,
     )
@@ -71,7 +71,7 @@ def plan(search: Search, watch: Watch | None = None) -> Plan:
 
 def _rows(search: Search, searched: Searched) -> tuple[PlanRow, ...]:
     points = [_measures(trial) for trial in searched.trials]
-    longest = max(_looked(trial) for trial in searched.trials)
+    longest = max(trial.num_requests for trial in searched.trials)
     rows = []
     for trial, own in zip(searched.trials, points, strict=True):
         usd, goodput = trial.candidate.usd_per_hour(search.fleet), trial.goodput_per_s
@@ -81,14 +81,10 @@ def _rows(search: Search, searched: Searched) -> tuple[PlanRow, ...]:
                 goodput_per_gpu=goodput / trial.candidate.num_gpus,
                 usd_per_million=usd / 3600 / goodput * 1e6 if usd and goodput else float("nan"),
                 is_on_front=goodput > 0 and not any(_is_better(other, own) for other in points),
-                is_short_look=_looked(trial) < 0.8 * longest and len(trial.points) < search.effort.num_runs,
+                is_short_look=trial.num_requests < longest and len(trial.points) <= search.effort.num_short_runs,
             )
         )
     return tuple(rows)
-
-
-def _looked(trial: Trial) -> int:
-    return max(point.num_requests for point in trial.points)
 
 
 def _measures(trial: Trial) -> tuple[float, float, float]:
@@ -101,16 +97,11 @@ def _is_better(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return one != other and all(a >= b for a, b in zip(one, other, strict=True))
 
 
-def _at(search: Search, candidate: Candidate, rate_per_s: float) -> Point:
-    num = search.bench.num_requests(rate_per_s, 1.0, search.effort.num_requests)
-    return search.bench.run(candidate, rate_per_s, num)
-
-
-def _one_less(search: Search, candidate: Candidate, rate_per_s: float) -> list[Probe]:
+def _one_less(search: Search, trial: Trial, rate_per_s: float) -> list[Probe]:
     probes = []
-    for role in (Role.MIXED, Role.PREFILL, Role.DECODE):
-        if any(pool.role is role for pool in candidate.pools):
-            less = candidate.with_one_less(role)
-            if less is not None:
-                probes.append(Probe(f"one {role} worker less", _at(search, less, rate_per_s)))
+    for pool in trial.candidate.pools:
+        less = trial.candidate.with_one_less(pool.role)
+        if less is not None:
+            point = search.bench.run(less, rate_per_s, trial.num_requests)
+            probes.append(Probe(f"one {pool.role} worker less", point))
     return probes

@@ -133,23 +133,15 @@ class Search:
         for rows in entered:
             for row in rows:
                 rounds.look(row.candidate, row.estimate_per_s, SHORT)
-        for rows in entered:
-            self._look_longer(rounds, rows)
+        orders = [_Order(self, rounds, rows) for rows in entered if rows]
+        for order in orders:  # both kinds before any second thoughts: time may end
+            order.look()
+        for order in orders:
+            for variant in self._variants(order.trials[0]):
+                rounds.look(variant, order.expected[order.trials[0].candidate], 1.0)
+            while order.is_disappointing:
+                order.look()
         return Searched(len(ranked), self.bench.num_runs, rounds.finish(), rounds.is_cut_short)
-
-    def _look_longer(self, rounds: "_Rounds", rows: list[Ranked]) -> None:
-        """The best of a kind, its variants, and the runner-up where the best disappoints."""
-        expected = {row.candidate: min(rounds.guess(row), FLATTERED * row.estimate_per_s) for row in rows}
-        order = sorted(expected, key=lambda each: (-self.score(each, expected[each]), each))
-        for place, candidate in enumerate(order):
-            trial = rounds.look(candidate, expected[candidate], 1.0)
-            if place == 0:
-                for variant in self._variants(trial):
-                    rounds.look(variant, expected[candidate], 1.0)
-            best = rounds.best_long(candidate.is_mixed)
-            rest = order[place + 1 :]
-            if not rest or best >= SECOND_LOOK * self.score(rest[0], expected[rest[0]]):
-                return
 
     # --- candidates ---------------------------------------------------------------------------------------------
 
@@ -258,6 +250,30 @@ class _Rounds:
         score = self._search.score
         rows = sorted(trials.values(), key=lambda row: (row[0], -score(row[1].candidate, row[1].goodput_per_s)))
         return tuple(trial for _, trial in rows)
+
+
+class _Order:
+    """Candidates of one kind in the order of what short looks let expect, for long looks."""
+
+    def __init__(self, search: Search, rounds: _Rounds, rows: list[Ranked]) -> None:
+        self._search = search
+        self._rounds = rounds
+        self.expected = {row.candidate: min(rounds.guess(row), FLATTERED * row.estimate_per_s) for row in rows}
+        self._left = sorted(self.expected, key=lambda each: (search.score(each, self.expected[each]), each))
+        self.trials: list[Trial] = []
+
+    def look(self) -> None:
+        """At the next best."""
+        candidate = self._left.pop()
+        self.trials.append(self._rounds.look(candidate, self.expected[candidate], 1.0))
+
+    @property
+    def is_disappointing(self) -> bool:
+        """The next best promises clearly more than the best has shown."""
+        if not self._left or self._rounds.is_cut_short:
+            return False
+        best = self._rounds.best_long(self._left[-1].is_mixed)
+        return best < SECOND_LOOK * self._search.score(self._left[-1], self.expected[self._left[-1]])
 
 
 def _limit(num_streams: int) -> int:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import msgspec
 
 WIDTH, HEIGHT = 560.0, 300.0
-LEFT, RIGHT, TOP, BOTTOM = 62.0, 16.0, 34.0, 46.0
-BAR_HEIGHT, BAR_LEFT, BAR_RIGHT = 22.0, 170.0, 64.0
+LEFT, RIGHT, TOP, BOTTOM = 62.0, 22.0, 48.0, 46.0
+BAR_TOP, BAR_HEIGHT, BAR_LEFT, BAR_RIGHT = 34.0, 22.0, 170.0, 64.0
+LETTER = 7.0  # about, of a legend's letters
 NUM_COLOURS = 6  # .s0 to .s5 of the page
 MOST_POINTS = 240  # of a line: more cannot be seen
 
@@ -83,23 +84,23 @@ def line_plot(title: str, x_name: str, y_name: str, series: Sequence[Series], ma
         is_right = place_x(mark.x) > WIDTH * 0.75
         shift, anchor = (-4, "end") if is_right else (4, "start")
         parts.append(_text(place_x(mark.x) + shift, HEIGHT - BOTTOM - 6, mark.name, anchor))
-    for number, (each, line) in enumerate(zip(series, lines, strict=True)):
+    for number, line in enumerate(lines):
         places = " ".join(f"{place_x(x):.1f},{place_y(y):.1f}" for x, y in line)
         parts.append(f'<polyline class="line s{number % NUM_COLOURS}" points="{places}"/>')
-        if len(series) > 1:
-            parts += _legend(number, each.name)
+    if len(series) > 1:
+        parts += _legend([each.name for each in series])
     return _svg(HEIGHT, title, parts)
 
 
 def bar_plot(title: str, bars: Sequence[Bar], most: float | None = None) -> str:
     """One bar below the other, from 0 to `most` or the largest."""
-    height = TOP + max(1, len(bars)) * BAR_HEIGHT + 12
+    height = BAR_TOP + max(1, len(bars)) * BAR_HEIGHT + 12
     if not bars:
-        return _svg(height, title, [_text(WIDTH / 2, TOP + 16, "nothing to show", "middle")])
+        return _svg(height, title, [_text(WIDTH / 2, BAR_TOP + 16, "nothing to show", "middle")])
     top = most or max(bar.value for bar in bars) or 1.0
     parts = []
     for number, bar in enumerate(bars):
-        y = TOP + number * BAR_HEIGHT
+        y = BAR_TOP + number * BAR_HEIGHT
         width = max(0.0, min(1.0, bar.value / top)) * (WIDTH - BAR_LEFT - BAR_RIGHT)
         place = f'x="{BAR_LEFT:g}" y="{y + 3:g}" width="{width:.1f}" height="{BAR_HEIGHT - 6:g}"'
         parts.append(f'<rect class="bar s{bar.colour % NUM_COLOURS}" {place}/>')
@@ -108,10 +109,13 @@ def bar_plot(title: str, bars: Sequence[Bar], most: float | None = None) -> str:
     return _svg(height, title, parts)
 
 
-def _legend(number: int, name: str) -> list[str]:
-    y = TOP + 12 + 16 * number
-    colour = f"line s{number % NUM_COLOURS}"
-    return [_line(LEFT + 10, y - 4, LEFT + 28, y - 4, colour), _text(LEFT + 33, y, name, "start")]
+def _legend(names: Sequence[str]) -> list[str]:
+    """Between title and plot, where no line runs."""
+    parts, x = [], LEFT
+    for number, name in enumerate(names):
+        parts += [_line(x, 32, x + 18, 32, f"line s{number % NUM_COLOURS}"), _text(x + 23, 36, name, "start")]
+        x += 40 + LETTER * len(name)
+    return parts
 
 
 def _svg(height: float, title: str, parts: Sequence[str]) -> str:
