@@ -9,8 +9,8 @@ from disagg.bench.record import RequestRecord
 from disagg.bench.search import Trial
 from disagg.bench.text_report import SPREAD_HEADS, percent, spread_row, spreads
 from disagg.report.axes import Axis, short
-from disagg.report.page import Plot, Section, Table
-from disagg.report.svg import Mark, Row, Series, Span, cdf, line_plot, waterfall
+from disagg.report.page import Section, Table, captioned
+from disagg.report.plots import Mark, Row, Series, Span, line_plot, share_below, waterfall
 
 NUM_ROWS = 24  # of a waterfall
 SHARE = Axis("share of requests", least=0.0, most=1.0)
@@ -28,7 +28,7 @@ def summary_section(heading: str, results: Sequence[LoadResult], notes: Sequence
         numbers = (f"{f.requests_per_s:.2f}", f"{f.output_tokens_per_s:.1f}", percent(f.attainment))
         failed = ", ".join(f"{kind} {count}" for kind, count in sorted(f.lapses.items())) or "0"
         rows.append((result.label, str(f.num_requests), failed, *numbers, f"{f.goodput_per_s:.2f}"))
-    return Section(heading=heading, paragraphs=tuple(notes), table=Table(heads, tuple(rows)))
+    return Section(heading, " ".join(notes), (Table(heads, tuple(rows)),))
 
 
 def latency_section(heading: str, results: Sequence[LoadResult]) -> Section:
@@ -39,32 +39,27 @@ def latency_section(heading: str, results: Sequence[LoadResult]) -> Section:
         for name, spread in spreads(result.figures)
     ]
     heads = ("milliseconds", *SPREAD_HEADS[1:])
-    return Section(
-        heading=heading,
-        paragraphs=(LATENCY_NOTE + " " + INTERVAL_NOTE,),
-        table=Table(heads, tuple(rows)),
-        plots=tuple(_curves(results)),
-    )
+    table = Table(heads, tuple(rows))
+    return Section(heading, f"{LATENCY_NOTE} {INTERVAL_NOTE}", (table,), tuple(_curves(results)))
 
 
-def _curves(results: Sequence[LoadResult]) -> list[Plot]:
+def _curves(results: Sequence[LoadResult]) -> list[str]:
     slo = results[0].figures.slo
     whole = [(r.label, [record for record in r.records if record.is_whole and not record.is_warm_up]) for r in results]
     chosen = (
-        ("Time to first token", "TTFT", "s", Mark(slo.ttft_s, "target"), lambda r: (r.ttft_s,)),
-        ("Time per output token", "TPOT", "ms", Mark(1e3 * slo.tpot_s, "target"), lambda r: _ms(r.tpot_s)),
-        ("Gaps between tokens", "ITL", "ms", None, lambda r: tuple(1e3 * gap for gap in r.gaps_s)),
-        ("First gap", "token 1 to token 2", "ms", None, lambda r: _ms(r.first_gap_s)),
+        ("Time to first token", "TTFT, s", Mark("target", slo.ttft_s), lambda r: (r.ttft_s,)),
+        ("Time per output token", "TPOT, ms", Mark("target", 1e3 * slo.tpot_s), lambda r: _ms(r.tpot_s)),
+        ("Gaps between tokens", "ITL, ms", None, lambda r: tuple(1e3 * gap for gap in r.gaps_s)),
+        ("First gap", "token 1 to token 2, ms", None, lambda r: _ms(r.first_gap_s)),
     )
     found = []
-    for title, label, unit, mark, values_of in chosen:
+    for title, label, mark, values_of in chosen:
         values = [(name, [v for record in records for v in values_of(record)]) for name, records in whole]
-        series = [cdf(name, each) for name, each in values if each]
+        series = [Series(name, share_below(each), is_stepped=True) for name, each in values if each]
         if not series:
             continue
-        share = Axis("share of gaps" if label == "ITL" else "share of requests", least=0.0, most=1.0)
-        axis = Axis(label, unit, is_log=True)
-        found.append(Plot(title, line_plot(title, series, axis, share, [mark] if mark else [])))
+        share = Axis("share of gaps" if label.startswith("ITL") else "share of requests", least=0.0, most=1.0)
+        found.append(line_plot(title, Axis(label, is_log=True), share, series, [mark] if mark else []))
     return found
 
 
@@ -72,7 +67,7 @@ def _ms(seconds: float | None) -> tuple[float, ...]:
     return () if seconds is None else (1e3 * seconds,)
 
 
-def attainment_plot(curves: Sequence[tuple[str, Sequence[Trial]]], target: float) -> Plot:
+def attainment_plot(curves: Sequence[tuple[str, Sequence[Trial]]], target: float) -> str:
     """(side, its trials): attainment at each rate with its interval."""
     series = []
     for name, trials in curves:
@@ -80,9 +75,9 @@ def attainment_plot(curves: Sequence[tuple[str, Sequence[Trial]]], target: float
         points = tuple((trial.rate_per_s, trial.attainment.value) for trial in ordered)
         intervals = tuple((trial.attainment.low, trial.attainment.high) for trial in ordered)
         series.append(Series(name, points, intervals, has_dots=True))
-    mark = Mark(target, f"{100 * target:.0f} %", is_upright=False)
-    svg = line_plot("Attainment by rate", series, Axis("rate", "requests/s", least=0.0), SHARE, [mark])
-    return Plot("Attainment by rate", svg, "Share of all requests that meet every target; failed ones do not.")
+    mark = Mark(f"{100 * target:.0f} %", target, is_upright=False)
+    svg = line_plot("Attainment by rate", "requests/s", SHARE, series, [mark])
+    return captioned(svg, "Share of all requests that meet every target; failed ones do not.")
 
 
 def trial_of(result: LoadResult) -> Trial:
@@ -90,7 +85,7 @@ def trial_of(result: LoadResult) -> Trial:
     return Trial(result.rate_per_s, round(f.attainment.value * f.num_requests) if f.num_requests else 0, f.num_requests)
 
 
-def busy_plot(result: LoadResult) -> Plot | None:
+def busy_plot(result: LoadResult) -> str | None:
     """None of a server that says nothing of its workers."""
     busy = {worker: points for worker, points in result.observation.busy().items() if points}
     if not busy:
@@ -98,10 +93,10 @@ def busy_plot(result: LoadResult) -> Plot | None:
     title = f"Busy workers, {result.label}" if result.label else "Busy workers"
     series = [Series(worker, points) for worker, points in busy.items()]
     share = Axis("share of time computing", least=0.0, most=1.0)
-    return Plot(title, line_plot(title, series, Axis("time", "s"), share), "Seconds in forward passes per second.")
+    return captioned(line_plot(title, "seconds", share, series), "Seconds in forward passes per second.")
 
 
-def waterfall_plot(result: LoadResult) -> Plot | None:
+def waterfall_plot(result: LoadResult) -> str | None:
     """Evenly sampled requests in order; None when none was answered."""
     whole = [record for record in result.records if record.is_whole and not record.is_warm_up]
     if not whole:
@@ -112,7 +107,7 @@ def waterfall_plot(result: LoadResult) -> Plot | None:
     title = f"Sampled requests, {result.label}" if result.label else "Sampled requests"
     rows = [_row(record, start_s) for record in sampled]
     caption = "A row per request, from the time it was due; each light line is a token. Left: prompt tokens."
-    return Plot(title, waterfall(title, rows, KINDS, Axis("time", "s")), caption)
+    return captioned(waterfall(title, "seconds", rows, KINDS), caption)
 
 
 def _row(record: RequestRecord, start_s: float) -> Row:
@@ -140,12 +135,12 @@ def worker_section(results: Sequence[LoadResult]) -> Section | None:
                 (f"{result.label} {role}".strip(), f"{100 * share:.0f} %", f"{waiting.get(role, 0):.2f}", of_wire)
             )
     heads = ("workers", "computing", "waiting sequences", "hand-off bytes hidden")
-    return Section(heading="Workers", table=Table(heads, tuple(rows)), plots=tuple(plots))
+    return Section("Workers", tables=(Table(heads, tuple(rows)),), plots=tuple(plots))
 
 
 def request_section(results: Sequence[LoadResult]) -> Section:
     plots = [plot for result in results if (plot := waterfall_plot(result)) is not None]
-    return Section(heading="Requests", plots=tuple(plots))
+    return Section("Requests", plots=tuple(plots))
 
 
 def length_section(classes: Sequence[LengthClass], even: BreakEven) -> Section:
@@ -168,10 +163,7 @@ def length_section(classes: Sequence[LengthClass], even: BreakEven) -> Section:
         Series("mixed", tuple((e.least, e.latency_mixed_s) for e in points), has_dots=True),
         Series("separate", tuple((e.least, e.latency_separate_s) for e in points), has_dots=True),
     ]
-    svg = line_plot(
-        "End to end by prompt length", series, Axis("prompt tokens"), Axis("median end to end", "s", least=0.0)
-    )
-    plot = Plot("End to end by prompt length", svg, "Median of each class of prompt lengths, at its shortest prompt.")
-    return Section(
-        heading="Prompt lengths", paragraphs=(text,), table=Table(heads, rows), plots=(plot,) if points else ()
-    )
+    title = "End to end by prompt length"
+    svg = line_plot(title, "prompt tokens", "median end to end, s", series)
+    plot = captioned(svg, "Median of each class of prompt lengths, at its shortest prompt.")
+    return Section("Prompt lengths", text, (Table(heads, rows),), (plot,) if points else ())

@@ -145,7 +145,7 @@ def _page(judged: Sequence[Judged], asked: CompareOptions) -> str:
         f"{asked.model}: {separate} workers beside {asked.prefill + asked.decode} mixed ones on the same machine, "
         f"seed {asked.seed}, {asked.rounds} rounds in turn"
     )
-    return page("Mixed or separate?", subtitle, [each.verdict.sentence for each in judged], sections)
+    return page("Mixed or separate?", subtitle, sections, [each.verdict.sentence for each in judged])
 
 
 def _sections(judged: Judged, first: Sequence[LoadResult]) -> list[Section]:

@@ -175,7 +175,7 @@ def _show(results: list[LoadResult], limit: Limit | None, asked: LoadOptions, re
     if report.html is not None:
         sections = _sections(results, limit)
         subtitle = f"{asked.target} {asked.scenario}, seed {asked.seed}".replace("  ", " ")
-        write_page(report.html, page("disagg bench", subtitle, [sentence] if sentence else [], sections))
+        write_page(report.html, page("disagg bench", subtitle, sections, [sentence] if sentence else []))
 
 
 def _sections(results: list[LoadResult], limit: Limit | None) -> list[Section]:

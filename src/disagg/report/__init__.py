@@ -1,1 +1,1 @@
-"""Values into pages: plots as inline SVG, one self-contained HTML file, light and dark. Pure."""
+"""Values in, one self-contained page out: plots as SVG, tables, light and dark."""

@@ -5,44 +5,41 @@ from collections.abc import Iterable
 
 import msgspec
 
-NUM_TICKS = 6
-
 
 class Axis(msgspec.Struct, frozen=True):
-    """least, most: None for what the values need. unit is written behind the label."""
+    """least, most: the ends; None for what the values need: from 0, or from the smallest on a logarithmic axis."""
 
-    label: str
-    unit: str = ""
+    name: str
     is_log: bool = False
     least: float | None = None
     most: float | None = None
 
-    @property
-    def title(self) -> str:
-        return f"{self.label} ({self.unit})" if self.unit else self.label
-
 
 class Scale:
-    """Values to pixels, linear or logarithmic."""
+    """Values to places on the drawing."""
 
     def __init__(self, axis: Axis, values: Iterable[float], start: float, stop: float) -> None:
-        """start, stop: pixels of the least and the most value. Values that are not finite are left out."""
+        """start, stop: places of the least and the most value. What is not finite, or not above 0 on a log, is out."""
         self.axis = axis
         self._start, self._stop = start, stop
-        fit = [v for v in values if math.isfinite(v) and (v > 0 or not axis.is_log)]
-        low = axis.least if axis.least is not None else min(fit, default=1.0 if axis.is_log else 0.0)
-        high = axis.most if axis.most is not None else max(fit, default=low + 1)
+        fit = [value for value in values if self.fits(value)]
         if axis.is_log:
-            low = max(low, 1e-12)
-            high = max(high, low * 1.0001)
-            if high / low < 1.5:
-                low, high = low / 1.25, high * 1.25
-        elif high <= low:
-            high = low + (abs(low) or 1.0)
-        self.low, self.high = low, high
+            self.low = axis.least or min(fit, default=1.0)
+            self.high = axis.most or max(fit, default=self.low)
+            if self.high < 1.5 * self.low:
+                self.low, self.high = self.low / 1.25, self.high * 1.25
+            self.ticks = log_ticks(self.low, self.high)
+        else:
+            low = axis.least if axis.least is not None else min(0.0, *fit, 0.0)
+            high = axis.most if axis.most is not None else max(fit, default=low)
+            self.ticks = ticks(low, high)
+            self.low, self.high = self.ticks[0], self.ticks[-1]
+
+    def fits(self, value: float) -> bool:
+        return math.isfinite(value) and (value > 0 or not self.axis.is_log)
 
     def place(self, value: float) -> float:
-        """Pixels; values beyond the ends lie on them."""
+        """What lies beyond an end is drawn on it."""
         value = min(self.high, max(self.low, value))
         if self.axis.is_log:
             part = math.log(value / self.low) / math.log(self.high / self.low)
@@ -50,35 +47,33 @@ class Scale:
             part = (value - self.low) / (self.high - self.low)
         return self._start + part * (self._stop - self._start)
 
-    def ticks(self) -> tuple[float, ...]:
-        return log_ticks(self.low, self.high) if self.axis.is_log else even_ticks(self.low, self.high)
 
-
-def even_ticks(low: float, high: float) -> tuple[float, ...]:
-    """Round values within, 1, 2 or 5 times a power of ten apart."""
-    raw = (high - low) / NUM_TICKS
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers from at or below `low` to at or above `high`, about `count` steps."""
+    size = max(1.0, abs(low), abs(high))
+    if high - low < 1e-9 * size:  # nothing a number of twelve digits could tell apart
+        high = low + size
+    raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return tuple(number * step for number in range(first, last + 1))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(number * step, 12) for number in range(first, last + 1)]
 
 
-def log_ticks(low: float, high: float) -> tuple[float, ...]:
-    """1, 2 and 5 times powers of ten within; of a wide range powers only; of a narrow one even steps."""
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten between two numbers above 0; fewer of a wide range, even steps of a narrow one."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    factors = (1, 2, 5) if len(decades) <= 3 else (1,) if len(decades) > 5 else (1, 3)
-    found = tuple(f * 10.0**d for d in decades for f in factors if low * 0.999 <= f * 10.0**d <= high * 1.001)
-    return found if len(found) >= 2 else even_ticks(low, high)
+    factors = (1, 2, 5) if len(decades) <= 3 else (1, 3) if len(decades) <= 5 else (1,)
+    found = [factor * 10.0**decade for decade in decades for factor in factors]
+    found = [value for value in found if low * 0.999 <= value <= high * 1.001]
+    return found if len(found) >= 2 else [value for value in ticks(low, high) if low <= value <= high]
 
 
 def short(value: float) -> str:
-    """As people write numbers: at most three digits that count, thousands as k, M, G."""
+    """As people write numbers: at most three digits that count, thousands as k, M, G; '-' for what is no number."""
     if not math.isfinite(value):
-        return "-" if math.isnan(value) else "∞"
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size * 0.9995:
-            return f"{value / (1e3 if letter == 'k' else size):.3g}{letter}"
-    if abs(value) >= 1000:
-        return f"{value:.0f}"
-    return f"{value:.3g}"
+        return "-"
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size * (10 if letter == "k" else 1):
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
