@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def run_bench(asked: LoadOptions, report: ReportOptions) -> None:
     """Prints, and writes what was asked for. Raises ConfigurationError."""
     check_writable(report.html, report.records)
     plan = plan_of(asked)
+    plan.workload.start(random.Random(plan.seed)).next_request()  # what cannot be asked is said before anybody is
     with _served(asked) as url:
         target = target_of(asked, url)
         results, limit = _search(target, plan, asked) if asked.search else ([_measured(target, plan)], None)
