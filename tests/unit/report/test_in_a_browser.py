@@ -63,7 +63,7 @@ def test_a_browser_draws_it_light_and_dark(tmp_path: Path, scheme: str, is_dark:
     source, picture = tmp_path / "page.html", tmp_path / "page.png"
     source.write_text(page("Bench", "by hand", sections, ["who wins"]))
     command = [
-        *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=600,1400"),
+        *(CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=360,500"),
         *(f"--blink-settings=preferredColorScheme={scheme}", f"--user-data-dir={tmp_path / 'profile'}"),
         *(f"--screenshot={picture}", source.as_uri()),
     ]
