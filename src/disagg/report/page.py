@@ -13,7 +13,8 @@ _STYLE = """
 body { margin: 2rem auto; max-width: 76rem; padding: 0 1rem; background: var(--back); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-top: 2rem; } p { color: var(--soft); }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1.2rem; margin-top: 1.2rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1.2rem;
+  margin-top: 1.2rem; }
 svg { width: 100%; height: auto; border: 1px solid var(--rule); border-radius: 6px; }
 svg text { fill: var(--soft); font-size: 12px; } svg text.title { fill: var(--ink); font-size: 13px; font-weight: 600; }
 .grid { stroke: var(--rule); } .mark { stroke: var(--warn); stroke-dasharray: 4 4; }

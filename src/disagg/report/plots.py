@@ -11,6 +11,7 @@ LEFT, RIGHT, TOP, BOTTOM = 62.0, 22.0, 48.0, 46.0
 BAR_TOP, BAR_HEIGHT, BAR_LEFT, BAR_RIGHT = 34.0, 22.0, 170.0, 64.0
 LETTER = 7.0  # about, of a legend's letters
 NUM_COLOURS = 6  # .s0 to .s5 of the page
+NARROWEST = 1e-9  # of an axis, beside what stands on it
 MOST_POINTS = 240  # of a line: more cannot be seen
 
 
@@ -39,8 +40,9 @@ class Bar(msgspec.Struct, frozen=True):
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Round numbers from at or below `low` to at or above `high`, about `count` steps."""
-    if not high > low:
-        high = low + (abs(low) or 1.0)
+    scale = max(1.0, abs(low), abs(high))
+    if not high - low > NARROWEST * scale:
+        high = low + scale
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
