@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from disagg.planner.advise import Advice, Verdict
+from disagg.planner.advise import WORTH, Advice, Verdict
 from disagg.planner.candidate import Candidate, start_command
 from disagg.planner.estimate import Target
 from disagg.planner.fleet import Fleet
@@ -45,7 +45,7 @@ def advice_lines(advice: Advice, fleet: Fleet, target: Target) -> list[str]:
         *columns(heads, rows),
         f"gain of the split on equal hardware: {_ratio(advice.gain)}",
         f"break-even rate: {_number(advice.break_even_rate_per_s, 'requests/s', 'none: mixed carries as much')}",
-        f"worth it (1.1 x) from a mean prompt of: {_number(advice.break_even_prompt, 'tokens', 'none of the lengths below')}",
+        f"break-even prompt ({WORTH} x): {_number(advice.break_even_prompt, 'tokens', 'none of the lengths below')}",
         "gain by mean prompt (closed forms, corrected by the runs above): "
         + ", ".join(f"{point.mean_prompt:.0f}: {_ratio(point.gain)}" for point in advice.by_length),
         f"rule of thumb (below 100 requests/s or 512 tokens: don't): {advice.thumb}",

@@ -49,8 +49,7 @@ def plan(search: Search, watch: Watch | None = None) -> Plan:
     """Raises ConfigurationError as Search.run does."""
     searched = search.run(watch)
     rows = _rows(search, searched)
-    looked = [row for row in rows if not row.is_short_look] or list(rows)
-    best = max(looked, key=lambda row: search.score(row.candidate, row.trial.goodput_per_s))
+    best = max(_comparable(rows), key=lambda row: search.merit(row.candidate, row.trial.goodput_per_s))
     asked = search.traffic.rate_per_s
     goodput = best.trial.goodput_per_s
     rate = min(asked, goodput) or asked
@@ -67,6 +66,13 @@ def plan(search: Search, watch: Watch | None = None) -> Plan:
         num_gpus_for_asked=-(-round(1000 * asked / goodput * best.candidate.num_gpus) // 1000) if goodput else 0,
         searched=searched,
     )
+
+
+def _comparable(rows: tuple[PlanRow, ...]) -> list[PlanRow]:
+    """Those looked at long, unless time ended before both kinds were: then all."""
+    looked = [row for row in rows if not row.is_short_look]
+    kinds = {row.candidate.is_mixed for row in rows}
+    return looked if {row.candidate.is_mixed for row in looked} == kinds else list(rows)
 
 
 def _rows(search: Search, searched: Searched) -> tuple[PlanRow, ...]:

@@ -5,6 +5,7 @@ best mixed one is what everything else is compared with, on equal hardware, so i
 """
 
 import enum
+import math
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -108,6 +109,10 @@ class Search:
             return goodput_per_s / candidate.usd_per_hour(self.fleet)
         return goodput_per_s
 
+    def merit(self, candidate: Candidate, goodput_per_s: float) -> tuple[bool, float]:
+        """What is asked must be carried; then the score counts."""
+        return goodput_per_s >= self.traffic.rate_per_s, self.score(candidate, goodput_per_s)
+
     def ranked(self) -> tuple[Ranked, ...]:
         """All candidates that carry anything, best first by closed form. Equal ones: fewer devices, then by name."""
         rows: list[Ranked] = []
@@ -173,8 +178,9 @@ class Search:
         most = self.fleet.most(cut, used)
         return range(most if self.objective is Objective.GOODPUT else 1, most + 1) if most else range(0)
 
-    def _order(self, row: Ranked) -> tuple[float, int, Candidate]:
-        return -self.score(row.candidate, row.estimate_per_s), row.candidate.num_gpus, row.candidate
+    def _order(self, row: Ranked) -> tuple[bool, float, int, Candidate]:
+        is_enough, score = self.merit(row.candidate, row.estimate_per_s)
+        return not is_enough, -score, row.candidate.num_gpus, row.candidate
 
     def _variants(self, trial: Trial) -> Iterator[Candidate]:
         """Mixed: the next smaller chunk where TPOT gives out, else the next larger. Split: short prompts read by
@@ -228,6 +234,8 @@ class _Rounds:
         trial = search.bench.goodput(candidate, guess_per_s, num, num_runs, extra, self._watch.is_over)
         if self._watch.is_over():
             self.is_cut_short = True
+            if not trial.goodput_per_s and candidate in self._short:
+                return self._short[candidate]  # nothing has held yet, which says less than the short look
         (self._long if is_long else self._short)[candidate] = trial
         self._done += 1
         return trial
@@ -237,19 +245,23 @@ class _Rounds:
         trial = self._short[row.candidate]
         return trial.goodput_per_s or 0.7 * min(point.rate_per_s for point in trial.points)
 
-    def best_long(self, is_mixed: bool) -> float:
-        """Best score of a kind among long looks; 0 without one."""
+    def best_long(self, is_mixed: bool) -> tuple[bool, float]:
+        """Highest merit of a kind among long looks."""
         trials = [trial for each, trial in self._long.items() if each.is_mixed is is_mixed]
-        return max((self._search.score(trial.candidate, trial.goodput_per_s) for trial in trials), default=0.0)
+        merits = (self._search.merit(trial.candidate, trial.goodput_per_s) for trial in trials)
+        return max(merits, default=(False, 0.0))
 
     def finish(self) -> tuple[Trial, ...]:
         """Looked at longest first, then by score."""
         self._watch.on_progress(max(1, self._done), max(1, self._done), "")
         trials = {**{each: (1, trial) for each, trial in self._short.items()}}
         trials |= {each: (0, trial) for each, trial in self._long.items()}
-        score = self._search.score
-        rows = sorted(trials.values(), key=lambda row: (row[0], -score(row[1].candidate, row[1].goodput_per_s)))
-        return tuple(trial for _, trial in rows)
+
+        def order(row: tuple[int, Trial]) -> tuple[int, bool, float]:
+            is_enough, score = self._search.merit(row[1].candidate, row[1].goodput_per_s)
+            return row[0], not is_enough, -score
+
+        return tuple(trial for _, trial in sorted(trials.values(), key=order))
 
 
 class _Order:
@@ -259,7 +271,7 @@ class _Order:
         self._search = search
         self._rounds = rounds
         self.expected = {row.candidate: min(rounds.guess(row), FLATTERED * row.estimate_per_s) for row in rows}
-        self._left = sorted(self.expected, key=lambda each: (search.score(each, self.expected[each]), each))
+        self._left = sorted(self.expected, key=lambda each: (search.merit(each, self.expected[each]), each))
         self.trials: list[Trial] = []
 
     def look(self) -> None:
@@ -272,8 +284,9 @@ class _Order:
         """The next best promises clearly more than the best has shown."""
         if not self._left or self._rounds.is_cut_short:
             return False
-        best = self._rounds.best_long(self._left[-1].is_mixed)
-        return best < SECOND_LOOK * self._search.score(self._left[-1], self.expected[self._left[-1]])
+        candidate = self._left[-1]
+        is_enough, score = self._search.merit(candidate, self.expected[candidate])
+        return self._rounds.best_long(candidate.is_mixed) < (is_enough, SECOND_LOOK * score)
 
 
 def _limit(num_streams: int) -> int:
@@ -282,12 +295,14 @@ def _limit(num_streams: int) -> int:
 
 
 def _unlike(rows: list[Ranked]) -> list[Ranked]:
-    """The best of each set of cuts and counts first: near twins tell little; then the others."""
+    """The best of each set of cuts and ratio of counts first: near twins tell little; then the others."""
     seen: set[tuple[tuple[Cut, int], ...]] = set()
     first: list[Ranked] = []
     later: list[Ranked] = []
     for row in rows:
-        key = tuple((pool.cut, pool.count) for pool in row.candidate.pools)
+        pools = row.candidate.pools
+        divisor = math.gcd(*(pool.count for pool in pools))
+        key = tuple((pool.cut, pool.count // divisor) for pool in pools)
         (later if key in seen else first).append(row)
         seen.add(key)
     return first + later

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.planner import rigs
 
 from disagg.core.errors import ConfigurationError
 from disagg.core.formats import KvWire
@@ -19,7 +20,6 @@ from disagg.sim.hardware import catalogue
 from disagg.sim.hardware.precision import Precision
 from disagg.sim.outcome import Stage
 from disagg.sim.scenario import Slo
-from tests.unit.planner import rigs
 
 TRAFFIC = rigs.traffic()
 

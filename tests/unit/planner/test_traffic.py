@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.unit.planner import rigs
 
 from disagg.bench.traces import TraceWork
 from disagg.bench.workload import WorkRequest
 from disagg.core.errors import ConfigurationError
 from disagg.planner.traffic import ListedWork, Traffic, read_traffic
-from tests.unit.planner import rigs
 
 TRAFFIC = rigs.traffic()
 
@@ -23,7 +23,7 @@ def played(work: ListedWork) -> list[WorkRequest]:
 
 def mooncake(tmp_path: Path, *chains: tuple[int, ...]) -> Traffic:
     rows = (
-        f'{{"timestamp": {1000 * number}, "input_length": {512 * len(ids)}, "output_length": 5, "hash_ids": {list(ids)}}}'
+        f'{{"timestamp": {1000 * number}, "input_length": {512 * len(ids)}, "output_length": 5, "hash_ids": {[*ids]}}}'
         for number, ids in enumerate(chains)
     )
     path = tmp_path / "trace.jsonl"
