@@ -138,18 +138,20 @@ def _measured(target: Target, plan: LoadPlan) -> LoadResult:
 
 
 def _search(target: Target, plan: LoadPlan, asked: LoadOptions) -> tuple[list[LoadResult], Limit]:
-    """Every run has words of its own; the same lengths and pattern of arrivals, faster or slower."""
+    """Every run has words of its own; rates share a pattern of lengths and arrivals, a second run has another."""
     if asked.trace or math.isnan(plan.rate_per_s):
         raise ConfigurationError("--search changes the rate: give --rate or a --scenario, no --trace and no --clients")
     mix = mix_of(asked)
     results: list[LoadResult] = []
     search = RateSearch(plan.rate_per_s, TARGET_SHARE, max_runs=asked.search_runs)
     while (rate_per_s := search.next_rate()) is not None:
+        tried = search.trials.get(rate_per_s)
         run = msgspec.structs.replace(
             plan,
             workload=mix.workload(rate_per_s / mix.rate_per_s, asked.requests),
             label=f"{rate_per_s:.3g}/s",
             rate_per_s=rate_per_s,
+            seed=asked.seed + (tried.num_runs if tried is not None else 0),
             prompt_seed=asked.seed + 1000 * (1 + len(results)),
         )
         result = _measured(target, run)
@@ -176,7 +178,7 @@ def _show(results: list[LoadResult], limit: Limit | None, asked: LoadOptions, re
         write_records(report.records, (record for result in results for record in result.records))
     if report.html is not None:
         sections = _sections(results, limit)
-        subtitle = f"{asked.target} {asked.scenario}, seed {asked.seed}".replace("  ", " ")
+        subtitle = f"{' '.join(filter(None, (asked.target, asked.scenario)))}, seed {asked.seed}"
         write_page(report.html, page("disagg bench", subtitle, sections, [sentence] if sentence else []))
 
 
