@@ -70,7 +70,7 @@ async def test_what_fails_is_recorded_by_kind_and_nothing_is_lost() -> None:
 
 
 async def test_a_deadline_and_a_limit_end_what_does_not_end() -> None:
-    records, _ = await load(work(6), Delays(30.0), timeout_s=0.2, limits=LoadLimits(max_open=4))
+    records, _ = await load(work(6), Delays(30.0), timeout_s=1.0, limits=LoadLimits(max_open=4))
     kinds = [record.lapse for record in records]
     assert kinds.count(Lapse.NOT_SENT) == 2
     assert kinds.count(Lapse.TIMEOUT) == 4

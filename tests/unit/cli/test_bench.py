@@ -72,7 +72,7 @@ def test_a_run_leaves_figures_records_and_a_page(
     assert run(monkeypatch, url, *asked, "--report", str(page), "--records", str(records)) == 0
     (found,) = msgspec.json.decode(capsys.readouterr().out)
     assert (found["figures"]["num_requests"], found["figures"]["num_whole"]) == (25, 25)
-    assert found["figures"]["tpot"]["p50"]["value"] > 0.004
+    assert found["figures"]["latency"]["p50"]["value"] >= 0.0349  # the server is never early
     kept = list(read_records(records.read_bytes().splitlines()))
     assert [each.number for each in kept] == list(range(30))
     assert [each.num_output_tokens for each in kept] == [4] * 30
