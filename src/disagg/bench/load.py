@@ -13,15 +13,18 @@ import heapq
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
 from disagg.bench.record import Lapse, RequestRecord
-from disagg.bench.workload import Workload, WorkRequest
+from disagg.bench.workload import OpenStream, Workload, WorkRequest, WorkStream
 
 SPIN_S = 0.0015  # the loop's timers are up to a millisecond late; the last bit is waited for by going round
+SPARE_S = 0.02  # with this much time left the next bodies are made: traces have many requests at one moment
+MAX_AHEAD = 64
 MAX_WAIT_S = 1.0
 
 
@@ -53,6 +56,9 @@ class LoadLoop:
         self._client = client
         self._limits = limits
         self._on_record = on_record
+        self._stream: WorkStream = OpenStream(iter(()))
+        self._has_more = True
+        self._ahead: deque[tuple[WorkRequest, bytes]] = deque()  # due by the clock, with their bodies
         self._records: list[RequestRecord] = []
         self._caused: list[tuple[float, int, WorkRequest]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -61,30 +67,31 @@ class LoadLoop:
 
     async def run(self, workload: Workload, rng: random.Random) -> list[RequestRecord]:
         """Until every request has ended; in order of number. Each ends by its client's deadline."""
-        stream = workload.start(rng)
+        self._stream = stream = workload.start(rng)
+        while self._look_ahead():
+            pass
         self.start_s = time.perf_counter()
-        head: WorkRequest | None = stream.next_request()
         try:
-            while head is not None or self._caused or self._tasks:
+            while self._ahead or self._caused or self._tasks:
                 if self._fault is not None:
                     raise self._fault
-                from_clock = head is not None and (not self._caused or head.due_s <= self._caused[0][0])
-                if from_clock:
-                    request = head
-                else:
-                    request = self._caused[0][2] if self._caused else None
+                is_caused = bool(self._caused) and not (self._ahead and self._ahead[0][0].due_s <= self._caused[0][0])
+                request = self._caused[0][2] if is_caused else self._ahead[0][0] if self._ahead else None
                 if request is None or request.due_s > self._limits.max_s:
-                    head = None
+                    self._has_more = False
+                    self._ahead.clear()
                     self._caused.clear()
                     await self._wait_change(MAX_WAIT_S)
                     continue
-                content = self._client.prepare(request)
-                if not await self._reach(request.due_s, until_cause_before=request.due_s):
+                content = self._client.prepare(request) if is_caused else self._ahead[0][1]
+                if not await self._reach(request.due_s):
                     continue
-                if from_clock:
-                    head = stream.next_request()
-                else:
+                if is_caused:
                     heapq.heappop(self._caused)
+                else:
+                    self._ahead.popleft()
+                    if not self._ahead:
+                        self._look_ahead()
                 self._send(request, content, lambda r, now_s, ok: stream.after_end(r, now_s, is_whole=ok))
         finally:
             for task in self._tasks:
@@ -94,15 +101,25 @@ class LoadLoop:
             raise self._fault
         return sorted(self._records, key=lambda record: record.number)
 
-    async def _reach(self, due_s: float, until_cause_before: float) -> bool:
-        """False when an end has caused a request that is due before this one."""
+    def _look_ahead(self) -> bool:
+        """Prepare the body of one more; False when there is none, or enough are."""
+        if not self._has_more or len(self._ahead) >= MAX_AHEAD:
+            return False
+        request = self._stream.next_request()
+        self._has_more = request is not None
+        if request is not None:
+            self._ahead.append((request, self._client.prepare(request)))
+        return self._has_more
+
+    async def _reach(self, due_s: float) -> bool:
+        """False when an end has caused a request that is due before this one. Spare time goes to what comes next."""
         while True:
             left_s = self.start_s + due_s - time.perf_counter()
-            if self._caused and self._caused[0][0] < until_cause_before:
+            if self._caused and self._caused[0][0] < due_s:
                 return False
             if left_s <= 0:
                 return True
-            if left_s <= SPIN_S:
+            if left_s <= SPIN_S or (left_s > SPARE_S and self._look_ahead()):
                 await asyncio.sleep(0)
             else:
                 await self._wait_change(left_s - SPIN_S)
@@ -169,4 +186,5 @@ class LoadLoop:
 
     def check_invariants(self) -> None:
         assert 0 <= self.num_open <= self._limits.max_open
+        assert len(self._ahead) <= MAX_AHEAD
         assert not self._caused or self._caused[0] == min(self._caused)
