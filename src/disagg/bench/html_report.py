@@ -93,7 +93,9 @@ def busy_plot(result: LoadResult) -> str | None:
     title = f"Busy workers, {result.label}" if result.label else "Busy workers"
     series = [Series(worker, points) for worker, points in busy.items()]
     share = Axis("share of time computing", least=0.0, most=1.0)
-    return captioned(line_plot(title, "seconds", share, series), "Seconds in forward passes per second.")
+    return captioned(
+        line_plot(title, "seconds", share, series), "Seconds in forward passes per second, over some seconds."
+    )
 
 
 def waterfall_plot(result: LoadResult) -> str | None:
@@ -131,9 +133,8 @@ def worker_section(results: Sequence[LoadResult]) -> Section | None:
         hidden = result.observation.moved.hidden_share
         for role, share in result.observation.busy_by_role().items():
             of_wire = f"{100 * hidden:.0f} %" if role == "prefill" and not math.isnan(hidden) else "-"
-            rows.append(
-                (f"{result.label} {role}".strip(), f"{100 * share:.0f} %", f"{waiting.get(role, 0):.2f}", of_wire)
-            )
+            name = role if result.label == role else f"{result.label} {role}".strip()
+            rows.append((name, f"{100 * share:.0f} %", f"{waiting.get(role, 0):.2f}", of_wire))
     heads = ("workers", "computing", "waiting sequences", "hand-off bytes hidden")
     return Section("Workers", tables=(Table(heads, tuple(rows)),), plots=tuple(plots))
 

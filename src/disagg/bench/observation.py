@@ -4,7 +4,6 @@ Answers are kept as bytes and read after the load: reading them meanwhile would 
 """
 
 import asyncio
-import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -15,6 +14,7 @@ from disagg.bench.http_client import HttpClient
 from disagg.telemetry import metrics as table
 
 INTERVAL_S = 1.0
+NUM_SMOOTHED = 5  # workers report about as often as they are asked: single intervals see no report, or two
 ANSWER_TIMEOUT_S = 5.0
 
 
@@ -48,12 +48,12 @@ class Observation(msgspec.Struct, frozen=True):
     moved: Moved = Moved({})
 
     def busy(self) -> dict[str, tuple[tuple[float, float], ...]]:
-        """Worker -> (time, share of the interval before it that was spent in forward passes)."""
+        """Worker -> (time, share of the NUM_SMOOTHED intervals before it that was spent in forward passes)."""
         found: dict[str, tuple[tuple[float, float], ...]] = {}
         for worker in dict.fromkeys(sample.worker for sample in self.samples):
             mine = [sample for sample in self.samples if sample.worker == worker]
-            pairs = [(a, b) for a, b in itertools.pairwise(mine) if b.at_s > a.at_s]
-            shares = [(b.at_s, (b.step_s - a.step_s) / (b.at_s - a.at_s)) for a, b in pairs]
+            pairs = [(mine[max(0, place - NUM_SMOOTHED)], mine[place]) for place in range(1, len(mine))]
+            shares = [(b.at_s, (b.step_s - a.step_s) / (b.at_s - a.at_s)) for a, b in pairs if b.at_s > a.at_s]
             found[worker] = tuple((at_s, min(1.0, max(0.0, share))) for at_s, share in shares)
         return found
 

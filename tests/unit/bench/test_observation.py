@@ -31,7 +31,7 @@ def answer(prefill_s: float, decode_s: float, hidden: int, waiting: int) -> byte
 def test_steps_become_shares_of_time_and_bytes_those_of_the_load_alone() -> None:
     found = read_observation([(0.0, answer(5, 1, 100, 0)), (2.0, answer(6, 3, 100, 4)), (4.0, answer(6, 5, 400, 2))])
     assert found.busy_by_role() == {"prefill": pytest.approx(0.25), "decode": pytest.approx(1.0)}
-    assert [round(share, 6) for _, share in found.busy()["prefill-0"]] == [0.5, 0.0]
+    assert [round(share, 6) for _, share in found.busy()["prefill-0"]] == [0.5, 0.25]
     assert found.waiting_by_role() == {"prefill": 2.0, "decode": 0.0}
     assert found.moved.bytes_by_visibility == {"hidden": 300.0, "visible": 0.0}
     assert found.moved.hidden_share == 1.0
