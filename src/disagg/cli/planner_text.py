@@ -30,8 +30,9 @@ def advice_lines(advice: Advice, fleet: Fleet, target: Target) -> list[str]:
             rows.append((name, "nothing carries anything", "0", "-", "-", "-"))
             continue
         seen = (f"{point.attainment:.1%}", f"{point.ttft_s:.3g} s", f"{1e3 * point.tpot_s:.3g} ms")
-        rows.append((name, f"{trial.candidate.name}{_limits(trial.candidate)}", f"{trial.goodput_per_s:.3g}", *seen))
+        rows.append((name, trial.candidate.name, f"{trial.goodput_per_s:.3g}", *seen))
     heads = ("", "best found", "goodput/s", "at the asked rate: attained", "TTFT", "TPOT")
+    limits = [f"  {name}: {_limits(trial.candidate)}" for name, trial in kinds if trial is not None]
     return [
         *situation_lines(fleet, target),
         (
@@ -43,6 +44,7 @@ def advice_lines(advice: Advice, fleet: Fleet, target: Target) -> list[str]:
         *(f"  - {reason}" for reason in advice.reasons),
         "",
         *columns(heads, rows),
+        *limits,
         f"gain of the split on equal hardware: {_ratio(advice.gain)}",
         f"break-even rate: {_number(advice.break_even_rate_per_s, 'requests/s', 'none: mixed carries as much')}",
         f"break-even prompt ({WORTH} x): {_number(advice.break_even_prompt, 'tokens', 'none of the lengths below')}",
@@ -64,7 +66,7 @@ def plan_lines(plan: Plan, fleet: Fleet, target: Target, model: str) -> list[str
         "",
         f"plan: {best.candidate.name}",
         f"  {best.trial.goodput_per_s:.3g} requests/s within the targets on {best.candidate.num_gpus} GPUs; {enough}",
-        f"  P:D ratio in GPUs {best.candidate.ratio}, {_limits(best.candidate).strip(' []')}",
+        f"  P:D ratio in GPUs {best.candidate.ratio}, {_limits(best.candidate)}",
         *_against_mixed(plan),
         "",
         *columns(heads, [_plan_row(row, row is best) for row in order]),
@@ -121,7 +123,7 @@ def _limits(candidate: Candidate) -> str:
             parts.append(f"{pool.role} batch {pool.max_running}")
     if not candidate.is_mixed:
         parts += [f"decode reads up to {candidate.local_prefill_tokens}", f"wire {candidate.kv_wire}"]
-    return f" [{', '.join(parts)}]"
+    return ", ".join(parts)
 
 
 def _plan_row(row: PlanRow, is_best: bool) -> tuple[str, ...]:
@@ -137,7 +139,7 @@ def _plan_row(row: PlanRow, is_best: bool) -> tuple[str, ...]:
         f"{row.goodput_per_gpu:.3g}",
         usd,
         f"{1e3 * _tpot_s(trial):.3g} ms",
-        _limits(candidate).strip(),
+        _limits(candidate),
     )
 
 
