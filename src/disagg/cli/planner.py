@@ -111,7 +111,7 @@ def advise(
     tpot_s: Tpot = None,
     share: Share = None,
     seed: Seed = 0,
-    limit_s: LimitS = 75.0,
+    limit_s: LimitS = 240.0,
     requests: Requests = _EFFORT.num_requests,
     json: JsonFile = None,
 ) -> None:
@@ -148,7 +148,7 @@ def plan(
     tpot_s: Tpot = None,
     share: Share = None,
     seed: Seed = 0,
-    limit_s: LimitS = 75.0,
+    limit_s: LimitS = 240.0,
     requests: Requests = _EFFORT.num_requests,
     json: JsonFile = None,
 ) -> None:

@@ -10,6 +10,7 @@ from disagg.planner.fleet import Fleet
 from disagg.planner.measure import Trial
 from disagg.planner.outcome_page import headline, summary_rows
 from disagg.planner.plan import Plan, PlanRow, Probe
+from disagg.planner.search import Searched
 from disagg.sim.outcome import Report
 
 
@@ -40,6 +41,7 @@ def advice_lines(advice: Advice, fleet: Fleet, target: Target) -> list[str]:
             f"({advice.cached_share:.0%} could be cached), answers {advice.mean_output:.0f}"
         ),
         "",
+        *cut_short_lines(advice.searched),
         f"advice: {advice.verdict.value}" + ("" if advice.is_enough else ", but the fleet is too small"),
         *(f"  - {reason}" for reason in advice.reasons),
         "",
@@ -52,7 +54,7 @@ def advice_lines(advice: Advice, fleet: Fleet, target: Target) -> list[str]:
         + ", ".join(f"{point.mean_prompt:.0f}: {_ratio(point.gain)}" for point in advice.by_length),
         f"rule of thumb (below 100 requests/s or 512 tokens: don't): {advice.thumb}",
         "the simulation: " + ("do" if advice.verdict is Verdict.DISAGGREGATED else "don't"),
-        *searched_lines(advice.searched.num_candidates, advice.searched.num_runs, advice.searched.is_cut_short),
+        searched_line(advice.searched),
     ]
 
 
@@ -64,6 +66,7 @@ def plan_lines(plan: Plan, fleet: Fleet, target: Target, model: str) -> list[str
     return [
         *situation_lines(fleet, target),
         "",
+        *cut_short_lines(plan.searched),
         f"plan: {best.candidate.name}",
         f"  {best.trial.goodput_per_s:.3g} requests/s within the targets on {best.candidate.num_gpus} GPUs; {enough}",
         f"  P:D ratio in GPUs {best.candidate.ratio}, {_limits(best.candidate)}",
@@ -80,7 +83,7 @@ def plan_lines(plan: Plan, fleet: Fleet, target: Target, model: str) -> list[str
         "start:",
         *(f"  {line}" for line in start_command(best.candidate, model)),
         *_partition_note(best.candidate),
-        *searched_lines(plan.searched.num_candidates, plan.searched.num_runs, plan.searched.is_cut_short),
+        searched_line(plan.searched),
     ]
 
 
@@ -106,11 +109,16 @@ def situation_lines(fleet: Fleet, target: Target) -> list[str]:
     return [f"{fleet.model.name} in {fleet.weights} on {gpus}{budget}, {fleet.link} between workers", f"targets: {slo}"]
 
 
-def searched_lines(num_candidates: int, num_runs: int, is_cut_short: bool) -> list[str]:
-    lines = [f"looked at: {num_candidates} candidates by closed form, {num_runs} simulations"]
-    if is_cut_short:
-        lines.append("the time limit ended the search: another run may say otherwise; allow more with --limit-s")
-    return lines
+def searched_line(searched: Searched) -> str:
+    return f"looked at: {searched.num_candidates} candidates by closed form, {searched.num_runs} simulations"
+
+
+def cut_short_lines(searched: Searched) -> list[str]:
+    """Above everything else: half a search compares what was looked at unlike."""
+    if not searched.is_cut_short:
+        return []
+    runs = f"after {searched.num_runs} simulations"
+    return [f"THE TIME LIMIT ENDED THE SEARCH {runs}: what follows is a guess; allow more with --limit-s", ""]
 
 
 def _limits(candidate: Candidate) -> str:
