@@ -10,6 +10,7 @@ from disagg.planner.fleet import Fleet
 from disagg.planner.measure import Trial
 from disagg.planner.outcome_page import headline, summary_rows
 from disagg.planner.plan import Plan, PlanRow, Probe
+from disagg.planner.search import Searched
 from disagg.sim.outcome import Report
 
 
@@ -30,8 +31,9 @@ def advice_lines(advice: Advice, fleet: Fleet, target: Target) -> list[str]:
             rows.append((name, "nothing carries anything", "0", "-", "-", "-"))
             continue
         seen = (f"{point.attainment:.1%}", f"{point.ttft_s:.3g} s", f"{1e3 * point.tpot_s:.3g} ms")
-        rows.append((name, f"{trial.candidate.name}{_limits(trial.candidate)}", f"{trial.goodput_per_s:.3g}", *seen))
+        rows.append((name, trial.candidate.name, f"{trial.goodput_per_s:.3g}", *seen))
     heads = ("", "best found", "goodput/s", "at the asked rate: attained", "TTFT", "TPOT")
+    limits = [f"  {name}: {_limits(trial.candidate)}" for name, trial in kinds if trial is not None]
     return [
         *situation_lines(fleet, target),
         (
@@ -39,10 +41,12 @@ def advice_lines(advice: Advice, fleet: Fleet, target: Target) -> list[str]:
             f"({advice.cached_share:.0%} could be cached), answers {advice.mean_output:.0f}"
         ),
         "",
+        *cut_short_lines(advice.searched),
         f"advice: {advice.verdict.value}" + ("" if advice.is_enough else ", but the fleet is too small"),
         *(f"  - {reason}" for reason in advice.reasons),
         "",
         *columns(heads, rows),
+        *limits,
         f"gain of the split on equal hardware: {_ratio(advice.gain)}",
         f"break-even rate: {_number(advice.break_even_rate_per_s, 'requests/s', 'none: mixed carries as much')}",
         f"break-even prompt ({WORTH} x): {_number(advice.break_even_prompt, 'tokens', 'none of the lengths below')}",
@@ -50,7 +54,7 @@ def advice_lines(advice: Advice, fleet: Fleet, target: Target) -> list[str]:
         + ", ".join(f"{point.mean_prompt:.0f}: {_ratio(point.gain)}" for point in advice.by_length),
         f"rule of thumb (below 100 requests/s or 512 tokens: don't): {advice.thumb}",
         "the simulation: " + ("do" if advice.verdict is Verdict.DISAGGREGATED else "don't"),
-        *searched_lines(advice.searched.num_candidates, advice.searched.num_runs, advice.searched.is_cut_short),
+        searched_line(advice.searched),
     ]
 
 
@@ -62,9 +66,10 @@ def plan_lines(plan: Plan, fleet: Fleet, target: Target, model: str) -> list[str
     return [
         *situation_lines(fleet, target),
         "",
+        *cut_short_lines(plan.searched),
         f"plan: {best.candidate.name}",
         f"  {best.trial.goodput_per_s:.3g} requests/s within the targets on {best.candidate.num_gpus} GPUs; {enough}",
-        f"  P:D ratio in GPUs {best.candidate.ratio}, {_limits(best.candidate).strip(' []')}",
+        f"  P:D ratio in GPUs {best.candidate.ratio}, {_limits(best.candidate)}",
         *_against_mixed(plan),
         "",
         *columns(heads, [_plan_row(row, row is best) for row in order]),
@@ -78,7 +83,7 @@ def plan_lines(plan: Plan, fleet: Fleet, target: Target, model: str) -> list[str
         "start:",
         *(f"  {line}" for line in start_command(best.candidate, model)),
         *_partition_note(best.candidate),
-        *searched_lines(plan.searched.num_candidates, plan.searched.num_runs, plan.searched.is_cut_short),
+        searched_line(plan.searched),
     ]
 
 
@@ -104,11 +109,16 @@ def situation_lines(fleet: Fleet, target: Target) -> list[str]:
     return [f"{fleet.model.name} in {fleet.weights} on {gpus}{budget}, {fleet.link} between workers", f"targets: {slo}"]
 
 
-def searched_lines(num_candidates: int, num_runs: int, is_cut_short: bool) -> list[str]:
-    lines = [f"looked at: {num_candidates} candidates by closed form, {num_runs} simulations"]
-    if is_cut_short:
-        lines.append("the time limit ended the search: another run may say otherwise; allow more with --limit-s")
-    return lines
+def searched_line(searched: Searched) -> str:
+    return f"looked at: {searched.num_candidates} candidates by closed form, {searched.num_runs} simulations"
+
+
+def cut_short_lines(searched: Searched) -> list[str]:
+    """Above everything else: half a search compares what was looked at unlike."""
+    if not searched.is_cut_short:
+        return []
+    runs = f"after {searched.num_runs} simulations"
+    return [f"THE TIME LIMIT ENDED THE SEARCH {runs}: what follows is a guess; allow more with --limit-s", ""]
 
 
 def _limits(candidate: Candidate) -> str:
@@ -121,7 +131,7 @@ def _limits(candidate: Candidate) -> str:
             parts.append(f"{pool.role} batch {pool.max_running}")
     if not candidate.is_mixed:
         parts += [f"decode reads up to {candidate.local_prefill_tokens}", f"wire {candidate.kv_wire}"]
-    return f" [{', '.join(parts)}]"
+    return ", ".join(parts)
 
 
 def _plan_row(row: PlanRow, is_best: bool) -> tuple[str, ...]:
@@ -137,7 +147,7 @@ def _plan_row(row: PlanRow, is_best: bool) -> tuple[str, ...]:
         f"{row.goodput_per_gpu:.3g}",
         usd,
         f"{1e3 * _tpot_s(trial):.3g} ms",
-        _limits(candidate).strip(),
+        _limits(candidate),
     )
 
 

@@ -19,6 +19,7 @@ WARM_UP = 0.3  # of the requests: they meet an empty cluster and do not count
 ANSWER_SPANS = 1.5  # a run takes so many answers' time
 TTFT_SPANS = 5.0  # and so many TTFT targets: a queue that grows must have time to show
 LEAST = 60
+MOST_TOKENS = 4_000_000  # of a run, prompts and answers: longer ones take too long to play
 STEP = 1.2  # from a rate that holds to the next one tried
 STEEPEST = 0.4  # from one that does not
 CALM_CV = 4.0  # gaps that vary more than this need longer runs
@@ -71,6 +72,8 @@ class Bench:
         slo = self.target.slo
         bursts = max(1.0, self._cv / CALM_CV)
         span_s = bursts * TTFT_SPANS * slo.ttft_s + ANSWER_SPANS * self.traffic.mean_output * slo.tpot_s
+        each = self.traffic.mean_prompt + self.traffic.mean_output
+        most = min(most, round(MOST_TOKENS / each))
         return max(LEAST, round(share * min(most, rate_per_s * span_s / (1 - WARM_UP))))
 
     def run(self, candidate: Candidate, rate_per_s: float, num_requests: int) -> Point:

@@ -79,7 +79,7 @@ def test_advise_names_the_rule_of_thumb_beside_the_simulation() -> None:
     assert "the simulation: don't" in result.output
     assert "break-even rate" in result.output
     assert "break-even prompt" in result.output
-    assert "the time limit ended the search" in result.output
+    assert "THE TIME LIMIT ENDED THE SEARCH" in result.output
 
 
 def test_plan_prints_front_ratio_headroom_and_a_command(tmp_path: Path) -> None:
