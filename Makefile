@@ -83,6 +83,14 @@ bench: $(STAMP) ## every benchmark, on a quiet machine: 45 minutes (ARGS=--quick
 	@echo "== router"; $(PY) benchmarks/router.py $(ARGS)
 	@echo "== bad clients"; $(PY) benchmarks/router_clients.py $(ARGS)
 	@echo "== interference"; $(PY) benchmarks/interference.py $(ARGS)
+	@echo "== disagg bench: accuracy"; $(PY) benchmarks/bench_accuracy.py $(ARGS)
+	@echo "== disagg bench: agreement"; $(PY) benchmarks/bench_agreement.py $(ARGS)
+
+.PHONY: bench-report
+bench-report: $(STAMP) ## mixed beside separate on chat, RAG and code mixes, into docs/bench (quiet machine: 30 minutes)
+	mkdir -p docs/bench
+	$(VENV)/bin/disagg bench compare $(MODEL) --report docs/bench/report.html $(ARGS) | tee docs/bench/report.txt
+	$(VENV)/bin/disagg bench phases $(MODEL) | tee docs/bench/phases.txt
 
 .PHONY: clean
 clean: ## remove .venv and caches

@@ -30,6 +30,7 @@ from pathlib import Path
 
 import msgspec
 
+import disagg
 from disagg.modelfiles.config import ModelConfig, read_config
 from disagg.modelfiles.fetch import resolve_model
 from harness import cpu_use, foreign_share, heading, options, report_json, warn_of_others
@@ -124,7 +125,7 @@ def all_cells(is_quick: bool) -> list[Cell]:
 
 
 def measure_limits(num_threads: int) -> Limits:
-    script = Path(__file__).parent / "peers" / "limits.py"
+    script = Path(disagg.__file__).parent / "engine" / "limits.py"
     try:
         line = run_pinned(script, [str(num_threads)], sys.executable, num_threads, LIMITS_TIMEOUT_S)
         return Limits(**json.loads(line))

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+from disagg.cli.bench_options import CompareOptions, LoadOptions, PhasesOptions, ReportOptions
 from disagg.cli.profile_options import ProfileOptions
 from disagg.cluster.plan import LocalPlan
 from disagg.core.errors import NotNative
@@ -23,6 +24,27 @@ def run_profile(config: WorkerConfig, asked: ProfileOptions) -> None:
     from disagg.cli.profile_run import run_profile as run
 
     run(config, asked)
+
+
+def run_bench(asked: LoadOptions, report: ReportOptions) -> None:
+    """Blocking. Raises ConfigurationError."""
+    from disagg.cli.bench_run import run_bench as run
+
+    run(asked, report)
+
+
+def run_bench_compare(asked: CompareOptions, report: ReportOptions) -> None:
+    """Blocking. Raises ConfigurationError."""
+    from disagg.cli.bench_compare import run_compare as run
+
+    run(asked, report)
+
+
+def run_bench_phases(asked: PhasesOptions, *, as_json: bool) -> None:
+    """Blocking. Raises ConfigurationError."""
+    from disagg.cli.bench_phases import run_phases as run
+
+    run(asked, as_json=as_json)
 
 
 def run_router(config: RouterConfig) -> int:

@@ -1,4 +1,4 @@
-"""`disagg`: serve, worker, router, drain, keys, doctor, profile, version.
+"""`disagg`: serve, worker, router, drain, keys, doctor, profile, bench, advise, plan, simulate, version.
 
 Exit codes: 0 done, 1 failed, 2 cannot work as asked (one plain line says why), 130 cut short by a second Ctrl-C.
 """
@@ -16,6 +16,8 @@ from disagg import __version__
 from disagg.channel.lifeline import watch_parent
 from disagg.cli import launch
 from disagg.cli import options as opt
+from disagg.cli.bench import bench
+from disagg.cli.planner import advise, plan, simulate
 from disagg.cli.profile import profile
 from disagg.cli.sizes import format_bytes, parse_address, parse_bytes, parse_cores, parse_models
 from disagg.cluster.plan import PoolSizes, check_pool_sizes, check_ports, plan_local
@@ -356,6 +358,10 @@ def drain(
 
 
 app.command()(profile)
+app.add_typer(bench)
+app.command()(advise)
+app.command()(plan)
+app.command()(simulate)
 
 
 @app.command()

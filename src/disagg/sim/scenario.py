@@ -4,6 +4,7 @@ import enum
 
 import msgspec
 
+from disagg.bench.slo import Slo as Slo
 from disagg.bench.workload import Workload
 from disagg.core.errors import ConfigurationError
 from disagg.core.roles import HandoffMode, Role
@@ -82,13 +83,6 @@ class SiteLine(msgspec.Struct, frozen=True):
     source: str
     target: str
     link: Link
-
-
-class Slo(msgspec.Struct, frozen=True):
-    """Targets of one request; it attains them when it ends well within all."""
-
-    ttft_s: float = 2.0
-    tpot_s: float = 0.1
 
 
 class WorkerDies(msgspec.Struct, frozen=True):

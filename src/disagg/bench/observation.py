@@ -1,0 +1,156 @@
+"""What a disagg server says of its workers while a load runs: how busy each is, what waits, how KV moved.
+
+Answers are kept as bytes and read after the load: reading them meanwhile would hold up the stamps of tokens.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+
+from disagg.bench.http_client import HttpClient
+from disagg.telemetry import metrics as table
+
+INTERVAL_S = 1.0
+NUM_SMOOTHED = 5  # workers report about as often as they are asked: single intervals see no report, or two
+ANSWER_TIMEOUT_S = 5.0
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One worker at one moment. step_s: seconds in forward passes so far."""
+
+    at_s: float
+    worker: str
+    role: str
+    step_s: float
+    num_waiting: float
+    num_running: float
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """KV bytes handed off during a load, by whether the wait for them was hidden behind the prompt's computing."""
+
+    bytes_by_visibility: dict[str, float]
+
+    @property
+    def hidden_share(self) -> float:
+        """NaN when nothing moved."""
+        total = sum(self.bytes_by_visibility.values())
+        return self.bytes_by_visibility.get("hidden", 0.0) / total if total else float("nan")
+
+
+class Observation(msgspec.Struct, frozen=True):
+    """Empty of a server that has no such metrics."""
+
+    samples: tuple[Sample, ...] = ()
+    moved: Moved = Moved({})
+
+    def busy(self) -> dict[str, tuple[tuple[float, float], ...]]:
+        """Worker -> (time, share of the NUM_SMOOTHED intervals before it that was spent in forward passes)."""
+        found: dict[str, tuple[tuple[float, float], ...]] = {}
+        for worker in dict.fromkeys(sample.worker for sample in self.samples):
+            mine = [sample for sample in self.samples if sample.worker == worker]
+            pairs = [(mine[max(0, place - NUM_SMOOTHED)], mine[place]) for place in range(1, len(mine))]
+            shares = [(b.at_s, (b.step_s - a.step_s) / (b.at_s - a.at_s)) for a, b in pairs if b.at_s > a.at_s]
+            found[worker] = tuple((at_s, min(1.0, max(0.0, share))) for at_s, share in shares)
+        return found
+
+    def busy_by_role(self) -> dict[str, float]:
+        """Role -> mean share of its workers' time spent in forward passes, over the whole load."""
+        shares: dict[str, list[float]] = {}
+        for worker in dict.fromkeys(sample.worker for sample in self.samples):
+            mine = [sample for sample in self.samples if sample.worker == worker]
+            span_s = mine[-1].at_s - mine[0].at_s
+            if span_s > 0:
+                share = max(0.0, mine[-1].step_s - mine[0].step_s) / span_s
+                shares.setdefault(mine[0].role, []).append(share)
+        return {role: sum(each) / len(each) for role, each in shares.items()}
+
+    def waiting_by_role(self) -> dict[str, float]:
+        """Role -> mean number of sequences without blocks."""
+        found: dict[str, list[float]] = {}
+        for sample in self.samples:
+            found.setdefault(sample.role, []).append(sample.num_waiting)
+        return {role: sum(each) / len(each) for role, each in found.items()}
+
+
+class Observer:
+    """Asks for /metrics now and then. `async with` around the load."""
+
+    def __init__(self, http: HttpClient, clock_start_s: Callable[[], float]) -> None:
+        """clock_start_s: the reading of time.perf_counter() that is zero in the records, once the load has begun."""
+        self._http = http
+        self._start_s = clock_start_s
+        self._answers: list[tuple[float, bytes]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Observer":
+        await self._ask()
+        self._task = asyncio.create_task(self._go_on())
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._ask()
+
+    def observation(self) -> Observation:
+        """Of all answers so far."""
+        return read_observation([(at_s - self._start_s(), text) for at_s, text in self._answers])
+
+    async def _go_on(self) -> None:
+        while self._answers:  # a server without metrics is asked once
+            await asyncio.sleep(INTERVAL_S)
+            await self._ask()
+
+    async def _ask(self) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                status, body = await self._http.get("/metrics")
+        except (OSError, TimeoutError):
+            return
+        if status == 200 and table.STEP_SECONDS.name.encode() in body:
+            self._answers.append((time.perf_counter(), body))
+
+
+def read_observation(answers: Sequence[tuple[float, bytes]]) -> Observation:
+    """(time, text of /metrics), in order."""
+    samples: list[Sample] = []
+    moved: list[dict[str, float]] = []
+    for at_s, text in answers:
+        found, now_moved = _read(at_s, text.decode(errors="replace"))
+        samples += found
+        moved.append(now_moved)
+    first, last = (moved[0], moved[-1]) if moved else ({}, {})
+    return Observation(tuple(samples), Moved({key: value - first.get(key, 0.0) for key, value in last.items()}))
+
+
+def _read(at_s: float, text: str) -> tuple[list[Sample], dict[str, float]]:
+    wanted = {table.SEQUENCES_WAITING.name, table.SEQUENCES_RUNNING.name, table.STEP_SECONDS.name}
+    values: dict[tuple[str, str], float] = {}
+    roles: dict[str, str] = {}
+    moved: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            worker = sample.labels.get("worker", "")
+            if sample.name == table.HANDOFF_BYTES.name:
+                key = sample.labels.get(table.HANDOFF_BYTES.label, "")
+                moved[key] = moved.get(key, 0.0) + sample.value
+            elif sample.name in wanted and worker:
+                roles[worker] = sample.labels.get("role", "")
+                values[worker, sample.name] = values.get((worker, sample.name), 0.0) + sample.value
+    found = [
+        Sample(
+            at_s,
+            worker,
+            role,
+            values.get((worker, table.STEP_SECONDS.name), 0.0),
+            values.get((worker, table.SEQUENCES_WAITING.name), 0.0),
+            values.get((worker, table.SEQUENCES_RUNNING.name), 0.0),
+        )
+        for worker, role in roles.items()
+    ]
+    return found, moved

@@ -1,0 +1,1 @@
+"""Values in, one self-contained page out: plots as SVG, tables, light and dark."""

@@ -1,0 +1,49 @@
+"""What a server says of its workers becomes shares of their time."""
+
+import math
+
+import pytest
+
+from disagg.bench.observation import Observation, read_observation
+
+
+def answer(prefill_s: float, decode_s: float, hidden: int, waiting: int) -> bytes:
+    """As /metrics of a router puts it."""
+    labels = {
+        "prefill": 'worker="prefill-0",role="prefill",model="m"',
+        "decode": 'worker="decode-0",role="decode",model="m"',
+    }
+    lines = [
+        "# TYPE disagg_step_seconds_total counter",
+        f'disagg_step_seconds_total{{{labels["prefill"]},kind="prefill"}} {prefill_s}',
+        f'disagg_step_seconds_total{{{labels["decode"]},kind="decode"}} {decode_s / 2}',
+        f'disagg_step_seconds_total{{{labels["decode"]},kind="mixed"}} {decode_s / 2}',
+        "# TYPE disagg_sequences_waiting gauge",
+        f"disagg_sequences_waiting{{{labels['prefill']}}} {waiting}",
+        f"disagg_sequences_waiting{{{labels['decode']}}} 0",
+        "# TYPE disagg_handoff_bytes_total counter",
+        f'disagg_handoff_bytes_total{{{labels["prefill"]},visibility="hidden"}} {hidden}',
+        f'disagg_handoff_bytes_total{{{labels["prefill"]},visibility="visible"}} 10',
+    ]
+    return "\n".join([*lines, ""]).encode()
+
+
+def test_steps_become_shares_of_time_and_bytes_those_of_the_load_alone() -> None:
+    found = read_observation([(0.0, answer(5, 1, 100, 0)), (2.0, answer(6, 3, 100, 4)), (4.0, answer(6, 5, 400, 2))])
+    assert found.busy_by_role() == {"prefill": pytest.approx(0.25), "decode": pytest.approx(1.0)}
+    assert [round(share, 6) for _, share in found.busy()["prefill-0"]] == [0.5, 0.25]
+    assert found.waiting_by_role() == {"prefill": 2.0, "decode": 0.0}
+    assert found.moved.bytes_by_visibility == {"hidden": 300.0, "visible": 0.0}
+    assert found.moved.hidden_share == 1.0
+
+
+def test_a_worker_that_was_started_again_has_no_share_below_none() -> None:
+    found = read_observation([(0.0, answer(5, 1, 0, 0)), (1.0, answer(0, 1, 0, 0))])
+    assert found.busy()["prefill-0"] == ((1.0, 0.0),)
+    assert found.busy_by_role()["prefill"] == 0.0
+
+
+def test_a_server_without_such_metrics_says_nothing() -> None:
+    assert read_observation([]) == Observation()
+    assert Observation().busy_by_role() == {}
+    assert math.isnan(Observation().moved.hidden_share)
