@@ -350,11 +350,14 @@ def test_d9_a_decode_worker_that_is_handed_a_prompt_computes_none_of_it(seed: in
     cluster.start(2, 2, num_blocks=200, mode=any_mode(cluster.rng))
     submit_over(cluster, 30, 2.0)
     finish(cluster, 30)
-    placements = partial(cluster.dispatcher.counters.get, table.PLACEMENTS)
-    assert placements(PlacementReason.LONG_PROMPT.value) >= 30
+    counters = cluster.dispatcher.counters
+    num_remote, num_shared = (
+        counters.get(table.PLACEMENTS, reason.value)
+        for reason in (PlacementReason.LONG_PROMPT, PlacementReason.SHARED_PROMPT)
+    )
+    assert num_remote >= 30
     # But for choices that share another's prompt: they read the end of it, at most one block each.
-    num_shared = placements(PlacementReason.SHARED_PROMPT.value)
-    assert num_shared <= cluster.total(table.PROMPT_TOKENS_COMPUTED, "d") <= num_shared * 8
+    assert num_shared <= cluster.total(table.PROMPT_TOKENS_COMPUTED, "d") <= num_shared * 4
     read = cluster.total(table.PROMPT_TOKENS_RECEIVED, "d") + cluster.total(table.PROMPT_TOKENS_COMPUTED, "p")
     assert read > 0  # or nothing was handed over at all
 
