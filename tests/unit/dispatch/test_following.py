@@ -35,8 +35,8 @@ def failure_of(request_id: RequestId, choice: int = 0, attempt: int = 1) -> Repo
     return ReportFailure(SequenceId(request_id, choice), attempt, Failure(FailureKind.INTERNAL, "the step failed"))
 
 
-def two_decodes(**options: RecoveryLimits) -> Desk:
-    desk = Desk(**options).with_pair()
+def two_decodes(recovery: RecoveryLimits | None = None) -> Desk:
+    desk = Desk(recovery=recovery).with_pair()
     desk.register(card("d1", Role.DECODE))
     desk.pair("p0", "d1")
     return desk
