@@ -78,6 +78,7 @@ bench: $(STAMP) ## every benchmark, on a quiet machine: 45 minutes (ARGS=--quick
 	@echo "== hand-off cost"; $(PY) benchmarks/handoff_cost.py $(ARGS)
 	@echo "== hand-off over links"; $(PY) benchmarks/handoff.py $(ARGS)
 	@echo "== KV wires"; $(PY) benchmarks/kv_wire.py $(ARGS)
+	@echo "== several answers to one prompt"; $(PY) benchmarks/choices.py $(ARGS)
 	@echo "== recovery"; $(PY) benchmarks/recovery.py $(ARGS)
 	@echo "== overload"; $(PY) benchmarks/overload.py $(ARGS)
 	@echo "== router"; $(PY) benchmarks/router.py $(ARGS)

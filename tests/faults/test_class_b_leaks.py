@@ -650,8 +650,15 @@ def mixed_scene() -> Scene:
     return Scene(cluster, ids[1])
 
 
+def queue_scene() -> Scene:
+    """The last one waits until the prefill worker has come to the end of the first."""
+    made = scene(5, request(20, start=60), request(20))
+    return Scene(made.cluster, list(made.cluster.answers)[-1])
+
+
 SCENES: dict[str, Callable[[], Scene]] = {
     "hand-off": lambda: scene(5, request(20, num_choices=2), request(9, start=60)),
+    "queue": queue_scene,
     "slow link": lambda: scene(5, request(20), request(9, start=60), timing=SLOW_LINK),
     "sync": lambda: scene(5, request(20), request(9, start=60), timing=SLOW_LINK, mode=HandoffMode.SYNC),
     "crowded": lambda: scene(5, request(20, 12), request(20, 12, start=60), decode_blocks=14),

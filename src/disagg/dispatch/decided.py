@@ -37,6 +37,12 @@ def placement_of(choice: Choice, placed: Placement | NoPlacement) -> Decision:
     return Decision(kind, subject, outcome, reason, workers, choice.attempt)
 
 
+def following(choice: Choice, leader: Choice) -> Decision:
+    """It waits until that one's prompt is where it is written."""
+    reason = f"for the prompt of choice {leader.sequence_id.choice}"
+    return Decision(DecisionKind.PLACEMENT, str(choice.sequence_id), "follows", reason, leader.workers, choice.attempt)
+
+
 def recovery_of(kind: DecisionKind, choice: Choice, recovered: Recovery) -> Decision:
     """After a failure, while nobody can take it, or at a drain."""
     subject = str(choice.sequence_id)

@@ -11,13 +11,12 @@ Views of workers are hints: what a worker answers decides.
 
 from collections.abc import Callable
 
-from disagg.core.errors import DisaggError, Failure, FailureKind, InternalFault, Unavailable
+from disagg.core.errors import DisaggError, Failure, FailureKind, Unavailable
 from disagg.core.ids import RequestId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, FinishReason
-from disagg.core.roles import Task
 from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
 from disagg.dispatch.config import RETRY_AFTER_S, DispatcherConfig
-from disagg.dispatch.decided import OnDecided, admission, placement_of, recovery_of
+from disagg.dispatch.decided import OnDecided, admission, following, placement_of, recovery_of
 from disagg.dispatch.events import (
     ChoiceStopped,
     ClientGone,
@@ -28,9 +27,11 @@ from disagg.dispatch.events import (
     WorkerMessageReceived,
     WorkerRegistered,
 )
+from disagg.dispatch.following import find_leader, part_unless_shared, shared_placement
 from disagg.dispatch.gate import Gate, error_of
 from disagg.dispatch.open_request import Choice, OpenRequest
 from disagg.dispatch.registry import Registry
+from disagg.dispatch.starting import claim, note_prompt, start_messages
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, TokensDelivered
 from disagg.dispatch.worker_record import WorkerRecord
 from disagg.policy.recovery import Verdict, after_failure, at_drain, while_unplaced
@@ -46,14 +47,12 @@ from disagg.protocol.messages import (
     ReportPairing,
     ReportState,
     RouterToWorker,
-    StartSequence,
 )
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.decision_log import DecisionKind
 from disagg.telemetry.metrics import (
     GENERATED_TOKENS,
     MESSAGES_IGNORED,
-    MOVED_TOKENS,
     MOVES,
     PLACEMENTS,
     PROMPT_TOKENS,
@@ -135,7 +134,7 @@ class Dispatcher:
         choice = opened.choices[event.choice]
         choice.entry.finish = FinishReason.STOP
         self._abort(choice, "a stop string was matched")
-        self._end_choice(opened, choice, ChoiceTrigger.ANSWER_ENDED)
+        self._end_choice(opened, choice, prompt_due_s=self._now_s)
 
     def _on_client_gone(self, event: ClientGone) -> None:
         opened = self._requests.get(event.request_id)
@@ -153,9 +152,12 @@ class Dispatcher:
                 choice.machine.fire(trigger)
         self._close(opened, outcome)
 
-    def _end_choice(self, opened: OpenRequest, choice: Choice, trigger: ChoiceTrigger) -> None:
-        choice.machine.fire(trigger)
+    def _end_choice(self, opened: OpenRequest, choice: Choice, prompt_due_s: float) -> None:
+        """Its answer has ended; until prompt_due_s its prompt may still get to where it was to be written."""
+        choice.machine.fire(ChoiceTrigger.ANSWER_ENDED)
         self.registry.release(choice.sequence_id, choice.workers)
+        for follower in choice.followers:
+            follower.place_after_s = prompt_due_s
         if not any(each.is_open for each in opened.choices):
             self._close(opened, "finished")
 
@@ -182,7 +184,14 @@ class Dispatcher:
 
     def _try_place(self, opened: OpenRequest, choice: Choice) -> bool:
         """False when the request is over: nobody could take this choice for too long."""
+        choice.unfollow(self._now_s)
         placement = self._choose(opened, choice)
+        leader = find_leader(self.registry, opened, choice, placement)
+        if leader is not None:
+            self._decided(following(choice, leader))
+            choice.follow(leader)
+            claim(self.registry, leader)
+            return True
         self._decided(placement_of(choice, placement))
         if isinstance(placement, NoPlacement):
             choice.place_after_s = choice.unplaced_since_s  # whoever comes takes it
@@ -193,35 +202,35 @@ class Dispatcher:
                 self._give_up(opened, Unavailable(why, retry_after_s=RETRY_AFTER_S))
                 return False
             return True
+        self._place(choice, placement)
+        return True
+
+    def _place(self, choice: Choice, placement: Placement) -> None:
         choice.place(placement, self._now_s)
         choice.machine.fire(ChoiceTrigger.WORKERS_TOLD)
+        part_unless_shared(self.registry, choice, self._now_s)
         self.counters.add(PLACEMENTS, label=placement.reason.value)
-        self._claim(choice, placement)
-        self._start(choice, placement)
-        return True
+        claim(self.registry, choice)
+        for worker_id, message in start_messages(self.registry, choice):
+            self._tell(worker_id, message)
+
+    def _start_followers(self, opened: OpenRequest, leader: Choice, record: WorkerRecord) -> None:
+        """Their prompt is there. On a worker that drains they stay only if nobody else could take them."""
+        for follower in tuple(leader.followers):
+            follower.unfollow(self._now_s)
+            alone = self._choose(opened, follower)
+            if record.is_draining and isinstance(alone, Placement):
+                self._try_place(opened, follower)
+                continue
+            shared = shared_placement(record, follower)
+            self._decided(placement_of(follower, shared))
+            self._place(follower, shared)
+        if leader.is_placed:
+            claim(self.registry, leader)
 
     def _choose(self, opened: OpenRequest, choice: Choice) -> Placement | NoPlacement:
         views = self.registry.views(opened.model, choice.revision)
         return choose(views, choice.demand(), self.config.local_prefill_tokens)
-
-    def _claim(self, choice: Choice, placement: Placement) -> None:
-        decode = self.registry.known(placement.decode)
-        reader = self.registry.known(placement.prefill or placement.decode)
-        spec = choice.entry.spec
-        decode.claim(spec.sequence_id, -(-spec.max_total_tokens // decode.card.layout.block_size))
-        reader.await_reading(spec.sequence_id, choice.demand().num_prompt_tokens)
-
-    def _start(self, choice: Choice, placement: Placement) -> None:
-        """Decode hears first, so that it expects the hand-off when prefill asks."""
-        spec, attempt, emitted = choice.entry.spec, choice.attempt, choice.emitted_ids
-        if placement.prefill is None:
-            self._tell(placement.decode, StartSequence(spec, Task.WHOLE, attempt, emitted))
-            return
-        decode, prefill = self.registry.known(placement.decode).card, self.registry.known(placement.prefill).card
-        choice.read_by = prefill.worker_id
-        for worker, peer, task in ((decode, prefill, Task.DECODE), (prefill, decode, Task.PREFILL)):
-            start = StartSequence(spec, task, attempt, emitted, peer.worker_id, peer.incarnation)
-            self._tell(worker.worker_id, start)
 
     def _move(self, opened: OpenRequest, choice: Choice, reason: str, label: str) -> None:
         """Take it from its workers; it is placed again before handle() returns, if anybody can take it."""
@@ -326,12 +335,9 @@ class Dispatcher:
         record.is_draining = True
         self._actions.append(LogDecision(f"worker {record.card.worker_id} drains"))
         for opened, choice in self._choices_written_by(record.card.worker_id):
-            placement = self._choose(opened, choice)
-            recovery = at_drain(
-                choice.num_remaining_tokens,
-                has_other_worker=isinstance(placement, Placement),
-                limits=self.config.recovery,
-            )
+            is_elsewhere = isinstance(self._choose(opened, choice), Placement)
+            limits = self.config.recovery
+            recovery = at_drain(choice.num_remaining_tokens, has_other_worker=is_elsewhere, limits=limits)
             self._decided(recovery_of(DecisionKind.DRAIN, choice, recovery))
             if recovery.verdict is Verdict.MOVE:
                 self._move(opened, choice, recovery.reason, "drain")
@@ -340,19 +346,15 @@ class Dispatcher:
         worker_id = record.card.worker_id
         for prompt in message.prompts:
             choice = self._choice(prompt.attempt_id.sequence_id)
-            if choice is not None and choice.attempt == prompt.attempt_id.attempt:
-                was_waiting = record.note_read(choice.sequence_id)
-                # What a retry or a preempted sequence finds cached is this request's own.
-                if was_waiting and choice.attempt == 1:
-                    choice.num_cached_tokens = prompt.num_cached_tokens
-                if choice.attempt > 1:
-                    self.counters.add(MOVED_TOKENS, prompt.num_cached_tokens, "cached")
-                    self.counters.add(MOVED_TOKENS, prompt.num_computed_tokens, "computed")
+            if choice is not None:
+                note_prompt(prompt, record, choice, self.counters)
         by_sequence: dict[SequenceId, list[EmittedToken]] = {}
         for token in message.tokens:
             by_sequence.setdefault(token.sequence_id, []).append(token)
         for sequence_id, tokens in by_sequence.items():
             choice = self._choice(sequence_id)
+            if choice is not None and choice.followers and worker_id == choice.workers[0]:
+                self._start_followers(self._requests[sequence_id.request_id], choice, record)
             if choice is None or not choice.is_open or worker_id not in choice.workers:
                 self.counters.add(MESSAGES_IGNORED, label="token")
             else:
@@ -373,7 +375,7 @@ class Dispatcher:
         delivered = TokensDelivered(choice.sequence_id.choice, tuple(fresh), choice.entry.finish)
         self._actions.append(Deliver(opened.request_id, delivered))
         if choice.entry.finish is not None:
-            self._end_choice(opened, choice, ChoiceTrigger.ANSWER_ENDED)
+            self._end_choice(opened, choice, self._now_s + self.config.recovery.max_judging_s)
 
     def _on_failure(self, record: WorkerRecord, message: ReportFailure) -> None:
         worker_id = record.card.worker_id
@@ -409,11 +411,8 @@ class Dispatcher:
         self.registry.check_invariants()
         self.counters.check_invariants()
         self._gate.check_invariants()
-        placed = set()
+        placed = set[SequenceId]()
         for opened in self._requests.values():
             opened.check_invariants()
             placed |= {choice.sequence_id for choice in opened.choices if choice.is_placed}
-        for record in self.registry.records():
-            stale = (record.claimed_blocks.keys() | record.waiting_tokens.keys()) - placed
-            if stale:
-                raise InternalFault(f"worker {record.card.worker_id} has claims of {sorted(stale)}, not placed there")
+        self.registry.check_claims(placed)

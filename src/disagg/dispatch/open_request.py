@@ -30,6 +30,8 @@ class Choice:
         self.last_reason = ""  # why it was moved
         self.revision: tuple[str, str] | None = None  # of the weights that began the answer: no others continue it
         self.num_cached_tokens = 0
+        self.leader: Choice | None = None  # it waits for that one's prompt (dispatch/following.py)
+        self.followers: list[Choice] = []  # they wait for this one's
         # Hints for the next attempt.
         self.failed_workers: set[WorkerId] = set()
         self.kept_on: WorkerId | None = None
@@ -69,6 +71,19 @@ class Choice:
             self.kept_on, self.num_kept_tokens = None, 0
         if self.read_by == worker_id:
             self.read_by = None
+
+    def follow(self, leader: "Choice") -> None:
+        """Wait until the leader's prompt is where it is written; the leader's deadlines are its own."""
+        self.leader = leader
+        leader.followers.append(self)
+        self.place_after_s = float("inf")
+
+    def unfollow(self, now_s: float) -> None:
+        """It waits for nobody's prompt any more: it is to be placed."""
+        if self.leader is not None:
+            self.leader.followers.remove(self)
+            self.leader = None
+            self.unplaced_since_s = self.place_after_s = now_s
 
     def place(self, placement: Placement, now_s: float) -> None:
         """The next attempt begins."""
@@ -157,3 +172,7 @@ class OpenRequest:
             choice.entry.check_invariants()
             if choice.is_placed and choice.placement is None:
                 raise InternalFault(f"{choice.sequence_id} is placed nowhere")
+            if choice.leader is not None and (choice.is_placed or choice not in choice.leader.followers):
+                raise InternalFault(f"{choice.sequence_id} is placed and waits, or is not known to whom it waits for")
+            if not choice.is_open and any(each.place_after_s == float("inf") for each in choice.followers):
+                raise InternalFault(f"{choice.sequence_id} has ended, and others wait for it without end")

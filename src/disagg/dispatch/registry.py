@@ -1,6 +1,6 @@
 """The workers a router knows, what it has promised them, and who can hand KV to whom."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from disagg.core.errors import Failure, FailureKind, InternalFault
 from disagg.core.ids import Incarnation, SequenceId, WorkerId
@@ -137,6 +137,13 @@ class Registry:
             record.check_invariants()
             if record.view(self._records).partners != self._live_partners(record):
                 raise InternalFault(f"worker {worker_id}: partners that have come or gone are not noted")
+
+    def check_claims(self, placed: Set[SequenceId]) -> None:
+        """Only of sequences that are placed, somewhere."""
+        for record in self._records.values():
+            stale = (record.claimed_blocks.keys() | record.waiting_tokens.keys()) - placed
+            if stale:
+                raise InternalFault(f"worker {record.card.worker_id} has claims of {sorted(stale)}, not placed there")
 
     def _note_changed(self) -> None:
         self._of_model.clear()

@@ -24,8 +24,11 @@ class WorkerRecord:
         self._view: WorkerView | None = None
 
     def claim(self, sequence_id: SequenceId, num_blocks: int) -> None:
-        """Promise room for a whole answer."""
-        self.release(sequence_id)
+        """Promise room for whole answers; what was promised for this sequence before counts no more."""
+        if sequence_id in self.claimed_blocks:
+            self._num_claimed_blocks -= self.claimed_blocks[sequence_id]
+        else:
+            self.release(sequence_id)
         self.claimed_blocks[sequence_id] = num_blocks
         self._num_claimed_blocks += num_blocks
         self._view = None

@@ -28,6 +28,7 @@ class PlacementReason(enum.StrEnum):
     SHORT_PROMPT = "short_prompt"
     LONG_PROMPT = "long_prompt"
     NO_PREFILL_WORKER = "no_prefill_worker"  # a fallback: none is there, or none is paired with the decode worker
+    SHARED_PROMPT = "shared_prompt"  # another choice of its request has brought the prompt there
     PREFILL_POOL_TOO_SMALL = "prefill_pool_too_small"  # a fallback: no paired prefill worker can hold the prompt
 
 
@@ -109,6 +110,22 @@ def choose(workers: Sequence[WorkerView], demand: Demand, local_prefill_tokens: 
         return Placement(Path.LOCAL, reason, decode.worker_id)
     prefill = min(able, key=lambda view: (view.worker_id != demand.preferred_prefill, *_prefill_load(view)))
     return Placement(Path.REMOTE, PlacementReason.LONG_PROMPT, decode.worker_id, prefill.worker_id)
+
+
+def num_shared_tokens(num_prompt_tokens: int, block_size: int) -> int:
+    """Prompt tokens whose KV choices of one request can share: whole blocks, without the last token."""
+    return (num_prompt_tokens - 1) // block_size * block_size
+
+
+def can_follow(writer: WorkerView, demand: Demand, alone: Placement) -> bool:
+    """Whether a choice is to wait for the prompt that another one of its request brings to `writer`.
+
+    alone: where it would go by itself. It goes elsewhere when nothing would be shared, or for want of room.
+    """
+    if num_shared_tokens(demand.num_prompt_tokens, writer.block_size) == 0:
+        return False
+    num_blocks = -(-demand.num_total_tokens // writer.block_size)
+    return alone.decode == writer.worker_id or writer.num_claimed_blocks + num_blocks <= writer.num_blocks
 
 
 def what_is_missing(workers: Sequence[WorkerView]) -> str:

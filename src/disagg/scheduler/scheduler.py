@@ -233,7 +233,7 @@ class Scheduler:
     def _start_failure(self, message: StartSequence) -> Failure | None:
         """Why this worker cannot take this part of this sequence at all."""
         spec, config = message.spec, self.config
-        if self._state.is_draining:
+        if self._state.is_draining and not self._state.is_at_work_on(spec.sequence_id.request_id):
             return Failure(FailureKind.WRONG_ROLE, f"worker {config.worker_id} is draining and takes no new work")
         if message.task not in ROLE_TASKS[self._state.role]:
             text = f"worker {config.worker_id} has role {self._state.role.value} and takes no {message.task.value} task"

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from disagg.core.errors import Failure, InternalFault
-from disagg.core.ids import BlockId, HandoffId, SequenceId, WorkerId
+from disagg.core.ids import BlockId, HandoffId, RequestId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken
 from disagg.kvcache.block_hash import BlockHash, root_hash
 from disagg.kvcache.block_pool import BlockState
@@ -76,6 +76,10 @@ class SchedulerState:
     def live(self, sequence_id: SequenceId) -> Sequence | None:
         """The attempt that is under way."""
         return self._live.get(sequence_id)
+
+    def is_at_work_on(self, request_id: RequestId) -> bool:
+        """Whether some choice of this request is under way."""
+        return any(sequence_id.request_id == request_id for sequence_id in self._live)
 
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.attempt_id] = sequence

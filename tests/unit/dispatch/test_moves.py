@@ -101,6 +101,7 @@ def test_a_failure_told_by_a_stranger_is_ignored() -> None:
 def test_one_choice_moves_and_the_others_stay() -> None:
     desk = site(num_decode=2)
     request_id, _ = desk.submit(num_choices=2)
+    desk.emit("d0", request_id, 0)
     actions = desk.hear("d0", failed(request_id, FailureKind.INTERNAL, choice=0))
     assert {start.spec.sequence_id.choice for _, start in sent(StartSequence, actions)} == {0}
     assert [desk.choice(request_id, index).attempt for index in range(2)] == [2, 1]
@@ -316,6 +317,7 @@ def test_each_wait_begins_anew() -> None:
 def test_no_more_attempts_than_the_limit() -> None:
     desk = site()
     request_id, _ = desk.submit(num_choices=2)
+    desk.emit("d0", request_id, 0)
     for attempt in (1, 2):
         actions = desk.hear("d0", failed(request_id, FailureKind.INTERNAL, attempt=attempt))
         assert len(starts(actions)) == 2
@@ -325,7 +327,7 @@ def test_no_more_attempts_than_the_limit() -> None:
     assert str(error) == "attempt 3 of 3 failed: the step failed"
     assert error.retry_after_s > 0
     aborted = {(name, each.sequence_id.choice, each.attempt) for name, each in sent(AbortSequence, actions)}
-    assert aborted == {(name, choice, attempt) for name in ("d0", "p0") for choice, attempt in ((0, 3), (1, 1))}
+    assert aborted == {("d0", 0, 3), ("p0", 0, 3), ("d0", 1, 1)}
     assert (desk.dispatcher.num_open, desk.claims()) == (0, {"p0": (0, 0), "d0": (0, 0)})
     assert desk.dispatcher.counters.get(MOVES, "internal") == 2
 

@@ -194,10 +194,10 @@ def test_a_choice_that_does_not_exist_is_ignored(kind: str) -> None:
 
 def test_each_choice_ends_by_itself_and_the_last_one_ends_the_request() -> None:
     desk = Desk().with_pair()
-    request_id, actions = desk.submit(max_tokens=1, num_choices=3)
+    request_id, actions = desk.submit(num_prompt=4, max_tokens=1, num_choices=3)  # no block to share
     assert len(sent(StartSequence, actions)) == 6
-    assert desk.claims() == {"p0": (0, 30), "d0": (9, 0)}
-    for choice, left in ((1, 6), (0, 3)):
+    assert desk.claims() == {"p0": (0, 12), "d0": (3, 0)}
+    for choice, left in ((1, 2), (0, 1)):
         desk.emit("p0", request_id, 0, choice=choice)
         assert desk.claims()["d0"][0] == left
     assert finishes(desk, request_id) == [FinishReason.LENGTH, FinishReason.LENGTH, None]
@@ -207,7 +207,7 @@ def test_each_choice_ends_by_itself_and_the_last_one_ends_the_request() -> None:
 
 def test_a_failed_choice_ends_all_with_one_error() -> None:
     desk = Desk().with_pair()
-    request_id, _ = desk.submit(max_tokens=2, num_choices=3)
+    request_id, _ = desk.submit(num_prompt=4, max_tokens=2, num_choices=3)
     for position in range(2):
         desk.emit("p0", request_id, position, choice=0)
     actions = desk.hear("d0", failed(request_id, FailureKind.INVALID_REQUEST, choice=1))
@@ -270,7 +270,7 @@ def test_a_choice_that_ended_does_not_die_with_its_worker() -> None:
     desk = Desk().with_pair()
     desk.register(card("d1", Role.DECODE))
     desk.pair("p0", "d1")
-    request_id, actions = desk.submit(max_tokens=1, num_choices=2)
+    request_id, actions = desk.submit(num_prompt=4, max_tokens=1, num_choices=2)
     decoders = [worker for worker, message in sent(StartSequence, actions) if message.task is Task.DECODE]
     assert sorted(decoders) == ["d0", "d1"]
     desk.emit("p0", request_id, 0, choice=0)

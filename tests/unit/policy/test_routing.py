@@ -13,7 +13,9 @@ from disagg.policy.routing import (
     Placement,
     PlacementReason,
     WorkerView,
+    can_follow,
     choose,
+    num_shared_tokens,
     what_is_missing,
 )
 
@@ -277,3 +279,28 @@ def test_a_decode_worker_without_partner_is_taken_only_when_no_other_is_there() 
     workers = [*PAIR, view("lonely", Role.DECODE)]
     assert placed(workers, demand(50, excluded=["d"])).decode == "lonely"
     assert placed(workers, demand(50, decode="lonely")).decode == "d"
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "expected"), [(1, 0), (BLOCK, 0), (BLOCK + 1, BLOCK), (2 * BLOCK, BLOCK), (2 * BLOCK + 1, 2 * BLOCK)]
+)
+def test_choices_share_whole_blocks_and_compute_the_last_token_each(num_prompt: int, expected: int) -> None:
+    assert num_shared_tokens(num_prompt, BLOCK) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "claimed", "alone", "expected"),
+    [
+        (100, 0, "e", True),
+        (BLOCK, 0, "d", False),  # nothing to share
+        (100, 93, "e", True),  # 7 blocks are left, as many as it takes
+        (100, 94, "e", False),
+        (100, 94, "d", True),  # it would go there anyway
+    ],
+)
+def test_a_choice_follows_another_where_something_is_shared_and_there_is_room(
+    num_prompt: int, claimed: int, alone: str, expected: bool
+) -> None:
+    writer = view("d", Role.DECODE, num_blocks=100, claimed=claimed)
+    placement = Placement(Path.LOCAL, PlacementReason.SHORT_PROMPT, WorkerId(alone))
+    assert can_follow(writer, demand(num_prompt), placement) is expected

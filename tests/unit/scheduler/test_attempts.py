@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from tests.unit.scheduler.rigs import (
     LAYOUT,
@@ -17,6 +18,7 @@ from tests.unit.scheduler.rigs import (
 )
 
 from disagg.core.errors import FailureKind
+from disagg.core.ids import SequenceId
 from disagg.core.request import EmittedToken, FinishReason, SamplingParams, SequenceSpec
 from disagg.core.roles import Role, Task
 from disagg.core.spans import Span
@@ -253,6 +255,18 @@ def test_a_draining_worker_takes_no_new_work_and_finishes_what_it_has(event: eve
     solo.finish_steps()
     assert len(solo.tokens(0)) == 4
     assert solo.scheduler.is_idle
+
+
+def test_a_draining_worker_still_takes_other_choices_of_a_request_that_it_is_at_work_on() -> None:
+    solo = prefilling()
+    solo.handle(events.DrainRequested())
+    other = SequenceId(sequence_id(0).request_id, 1)
+    solo.start_spec(msgspec.structs.replace(spec(), sequence_id=other), Task.WHOLE)
+    assert solo.failures == []
+    solo.finish_steps()
+    assert solo.scheduler.is_idle
+    solo.start_spec(msgspec.structs.replace(spec(), sequence_id=SequenceId(other.request_id, 2)), Task.WHOLE)
+    assert [report.failure.kind for report in solo.failures] == [FailureKind.WRONG_ROLE]
 
 
 def test_a_draining_worker_still_takes_the_hand_offs_that_were_announced() -> None:
