@@ -10,13 +10,14 @@ from disagg.bench.arrivals import PoissonArrivals
 from disagg.bench.workload import ClosedWork, RandomWork, Workload
 from disagg.bench.workload import Lengths as DrawnLengths
 from disagg.core.errors import ConfigurationError
-from disagg.core.roles import HandoffMode
+from disagg.core.roles import HandoffMode, Role
 from disagg.sim import scenario as simulated
 from disagg.sim.hardware import catalogue
 from disagg.sim.simulate import simulate
 from disagg.sim.validation.chat_work import ChatWork
 from disagg.sim.validation.scenario import Lengths, Load, Outcome, Scenario, WorkerGroup
 
+BLOCK_SIZE = 16
 _NO_LIMIT = 1e12  # of promised KV over KV that exists
 
 
@@ -32,7 +33,7 @@ def simulated_form(scenario: Scenario) -> simulated.Scenario:
     link = catalogue.link(scenario.link)
     nic = simulated.Link(link.bytes_s, link.latency_us / 1e6)
     return simulated.Scenario(
-        workers=tuple(spec for group in scenario.groups for spec in _specs(group, nic)),
+        workers=tuple(spec for group in scenario.groups for spec in _specs(group, nic, _parked(scenario, group))),
         work=_work(scenario.load),
         slo=simulated.Slo(scenario.ttft_s, scenario.tpot_s),
         fidelity=simulated.Fidelity.LARGE,
@@ -41,12 +42,26 @@ def simulated_form(scenario: Scenario) -> simulated.Scenario:
     )
 
 
-def _specs(group: WorkerGroup, nic: simulated.Link) -> list[simulated.WorkerSpec]:
+def _room(group: WorkerGroup) -> int:
+    """KV tokens of one of its workers."""
+    return group.model.max_kv_tokens(BLOCK_SIZE)
+
+
+def _parked(scenario: Scenario, group: WorkerGroup) -> int:
+    """KV tokens of prefill workers that each of these decode workers may count as its own."""
+    if group.role is not Role.DECODE:
+        return 0
+    return sum(each.count * _room(each) for each in scenario.groups if each.role is Role.PREFILL) // group.count
+
+
+def _specs(group: WorkerGroup, nic: simulated.Link, num_parked: int) -> list[simulated.WorkerSpec]:
     return [
         simulated.WorkerSpec(
             name=f"{group.role.value}-{index}",
             role=group.role,
             steps=group.model,
+            num_blocks=(_room(group) + num_parked) // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
             chunk_tokens=group.max_tokens,
             mixed_chunk_tokens=group.max_tokens,
             max_running=group.max_requests,
