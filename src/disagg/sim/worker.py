@@ -191,6 +191,8 @@ class SimWorker:
         self._heap.at(now_s + duration_s, self._finish, plan, duration_s)
 
     def _finish(self, plan: StepPlan, duration_s: float) -> None:
+        if not self.is_alive:
+            return
         self.busy_s += duration_s
         self.num_steps += 1
         tokens = tuple(
