@@ -42,6 +42,11 @@ class StepShape(msgspec.Struct, frozen=True):
             self.stream_context,
         )
 
+    def add_context(self, num_tokens: int) -> "StepShape":
+        """This, with streams that attend to so many tokens more."""
+        context = self.stream_context + num_tokens
+        return StepShape(self.num_prompt_tokens, self.prompt_context, self.num_streams, context)
+
 
 def chunk_context(position: int, num_tokens: int) -> int:
     """Pairs of one of num_tokens tokens from `position` on and a token it attends to."""

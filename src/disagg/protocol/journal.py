@@ -40,12 +40,12 @@ class JournalEntry:
 
     def record_all(self, tokens: Iterable[EmittedToken]) -> list[EmittedToken]:
         """What record() gives for each, in turn."""
-        known, fresh = self.tokens, list[EmittedToken]()
+        known, fresh, sampling = self.tokens, list[EmittedToken](), self.spec.sampling
         for token in tokens:
             if token.position == len(known) and self.finish is None and not self._early:  # nearly all of them
                 known.append(token)
                 fresh.append(token)
-                self.finish = finish_reason(self.spec.sampling, token.token_id, len(known))
+                self.finish = finish_reason(sampling, token.token_id, len(known))
             else:
                 fresh += self.record(token)
         return fresh

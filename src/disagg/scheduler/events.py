@@ -58,6 +58,17 @@ class StepFinished(msgspec.Struct, frozen=True):
     duration_s: float
 
 
+class StepsFinished(msgspec.Struct, frozen=True):
+    """The running step and those that followed it with the same rows are over, the last of them now.
+
+    Only where Scheduler.num_alike allows so many: nothing was decided between them.
+    """
+
+    step_id: StepId  # of the first
+    token_ids: tuple[tuple[int, ...], ...]  # by row, one for each step
+    durations_s: tuple[float, ...]  # by step
+
+
 class StepFailed(msgspec.Struct, frozen=True):
     """The engine raised: the step's sequences cannot go on."""
 
@@ -113,6 +124,7 @@ Event = (
     | PeerLost
     | LayersComputed
     | StepFinished
+    | StepsFinished
     | StepFailed
     | GrammarPrepared
     | WriteFinished

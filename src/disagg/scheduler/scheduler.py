@@ -47,6 +47,7 @@ from disagg.scheduler.events import (
     RouterMessageReceived,
     StepFailed,
     StepFinished,
+    StepsFinished,
     WriteFinished,
     WriteLanded,
     WritesStopped,
@@ -83,6 +84,7 @@ class Scheduler:
             PeerLost: self._on_peer_lost,
             LayersComputed: self._steps.on_layers_computed,
             StepFinished: self._steps.on_finished,
+            StepsFinished: self._steps.on_all_finished,
             StepFailed: self._steps.on_failed,
             GrammarPrepared: self._grammars.on_prepared,
             WriteFinished: self._handoffs.sending.on_write_finished,
@@ -106,6 +108,11 @@ class Scheduler:
     def next_wake_s(self) -> float:
         """When to send ClockTicked if nothing else happens; infinity for never."""
         return min(self._handoffs.next_wake_s(), self._grammars.next_wake_s())
+
+    def num_alike(self, most: int) -> int:
+        """Steps from the running one on, at most `most`, between which nothing would be decided if nothing else
+        happens: StepsFinished may end them together. 1 or less: the running step must end by itself."""
+        return self._steps.num_alike(most)
 
     @property
     def counters(self) -> Counters:

@@ -121,6 +121,14 @@ class Sequence:
         return self.spec.sampling.num_prompt_logprobs is not None and not self.answer_ids
 
     @property
+    def num_sure_tokens(self) -> int:
+        """How many more tokens its answer gets whatever they are; 1 where each decides about the next."""
+        sampling = self.spec.sampling
+        if self.needs_history or sampling.stop_token_ids or sampling.grammar is not None:
+            return 1
+        return sampling.max_tokens - len(self.answer_ids)
+
+    @property
     def max_cached_tokens(self) -> int:
         """How much of what is to be read may come from a cache. A scored prompt is computed from its start.
 

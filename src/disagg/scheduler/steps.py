@@ -5,8 +5,12 @@ or an unused cached one, else the youngest stream gives up its blocks and starts
 what it has written is read again, and row independence makes that the same tokens). Prompts fill what is left.
 """
 
+from collections import Counter
+from itertools import groupby, repeat
+
 import msgspec
 
+from disagg.core.errors import InternalFault
 from disagg.core.ids import StepId
 from disagg.core.request import EmittedToken, finish_reason
 from disagg.core.roles import HandoffMode, Task
@@ -15,7 +19,7 @@ from disagg.policy.step_time import StepShape
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
 from disagg.scheduler.actions import RunStep
 from disagg.scheduler.engine import StepPlan, StepResult, StepRow
-from disagg.scheduler.events import LayersComputed, StepFailed, StepFinished
+from disagg.scheduler.events import LayersComputed, StepFailed, StepFinished, StepsFinished
 from disagg.scheduler.sending import Sending
 from disagg.scheduler.sequence import OVER, Sequence
 from disagg.scheduler.state import SchedulerState
@@ -31,6 +35,8 @@ from disagg.telemetry.metrics import (
 
 _Ended = tuple[Sequence, StepRow, EmittedToken | None]
 _Row = tuple[Sequence, StepRow]  # of the running step, and whose it is
+_Full = tuple[int, int, Sequence, int]  # n-th of some steps, row, whose last block it fills, tokens computed then
+_READS = frozenset(Task) - {Task.DECODE, Task.RECEIVE_PREFIX}  # what waits for a peer alone starts nothing by itself
 
 
 class Steps:
@@ -43,6 +49,8 @@ class Steps:
         self._rows: tuple[_Row, ...] = ()
         self._shape = StepShape()
         self._next_step = 0
+        self._planned: tuple[Sequence, ...] = ()  # the streams when it was planned
+        self._num_open: int | None = None  # steps from the running one on after which none of its answers has ended
 
     @property
     def is_running(self) -> bool:
@@ -71,6 +79,7 @@ class Steps:
         if not rows:
             return
         self._rows, self._shape = tuple(rows), shape
+        self._planned, self._num_open = self._state.streams(), None
         plan_rows = tuple([row for _, row in rows])
         self._running = StepPlan(StepId(self._next_step), plan_rows, self._report_every(prompts))
         self._next_step += 1
@@ -180,6 +189,63 @@ class Steps:
         for task, tokens in sampled.items():
             self._state.emit_tokens(tokens)
             self._state.counters.add(OUTPUT_TOKENS, len(tokens), label=task.value)
+
+    def num_alike(self, most: int) -> int:
+        """See Scheduler.num_alike."""
+        state, num_rows = self._state, len(self._rows)
+        # The tuple of streams is made anew whenever one begins or ends.
+        if self._running is None or state.streams() is not self._planned or len(self._planned) != num_rows:
+            return 1
+        waiting = state.in_state(SequenceState.WAITING)
+        if state.num_in_state(SequenceState.PREFILLING) or any(each.task in _READS for each in waiting):
+            return 1
+        if self._num_open is None:
+            self._num_open = min([sequence.num_sure_tokens for sequence, _ in self._rows]) - 1
+        # As if every stream filled a block at once: whatever comes, none has to give up its blocks.
+        num_with_room = (state.cache.num_available // num_rows - 1) * state.cache.block_size
+        return min(most, self._num_open, num_with_room)
+
+    def on_all_finished(self, event: StepsFinished) -> None:
+        """What on_finished and start would have done step by step, in their order, without looking at every row."""
+        plan, num_steps = self._running, len(event.durations_s)
+        if plan is None or plan.step_id != event.step_id or num_steps > self.num_alike(num_steps):
+            self._state.ignore(event)
+            return
+        rows, self._rows, self._running = self._rows, (), None
+        self._next_step += num_steps - 1
+        for duration_s in event.durations_s:
+            self._count(duration_s)
+            self._state.step_times.observe(self._shape, duration_s)
+            self._shape = self._shape.add_context(len(rows))
+        tokens: list[EmittedToken] = []
+        full: list[_Full] = []
+        block_size = self._state.cache.block_size
+        for index, ((sequence, row), token_ids) in enumerate(zip(rows, event.token_ids, strict=True)):
+            sequence.is_in_step = False
+            positions = range(row.output_position, row.output_position + num_steps)
+            tokens += map(EmittedToken, repeat(row.sequence_id), positions, token_ids)
+            sequence.answer_ids += token_ids
+            first = block_size - row.position % block_size
+            full += [(step, index, sequence, row.position + step) for step in range(first, num_steps + 1, block_size)]
+        self._fill_blocks(full, num_steps)
+        for sequence, row in rows:
+            sequence.num_computed = row.position + num_steps
+        self._state.emit_tokens(tokens)
+        for task, num_rows in Counter([sequence.task for sequence, _ in rows]).items():
+            self._state.counters.add(OUTPUT_TOKENS, num_rows * num_steps, label=task.value)
+
+    def _fill_blocks(self, full: list["_Full"], num_steps: int) -> None:
+        """Index what each step fills, then give those streams room for the next step."""
+        full.sort(key=lambda each: each[:2])
+        for step, each_full in groupby(full, key=lambda each: each[0]):
+            filled = list(each_full)
+            for _, _, sequence, num_computed in filled:
+                sequence.num_computed = num_computed
+                if num_computed // self._state.cache.block_size > sequence.num_committed:
+                    self._commit(sequence)
+            for _, _, sequence, _ in filled if step < num_steps else ():
+                if not self._try_grow(sequence):
+                    raise InternalFault(f"{sequence.sequence_id} has no room though there was enough")
 
     def on_failed(self, event: StepFailed) -> None:
         """The engine raised: the step's sequences cannot go on here."""

@@ -9,12 +9,13 @@ At large fidelity tokens between the first and the last of an answer are kept ba
 the last, or before anything that could depend on them: a failure, a drain, a death. No decision sees a difference.
 """
 
+from collections.abc import Sequence
 from itertools import count
 
 from disagg.bench.workload import WorkRequest, WorkStream, prompt_ids
 from disagg.core.errors import DisaggError, FailureKind, InternalFault
 from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
-from disagg.core.request import EmittedToken, SamplingParams
+from disagg.core.request import SamplingParams
 from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
 from disagg.dispatch.decided import OnDecided
 from disagg.dispatch.dispatcher import Dispatcher
@@ -34,8 +35,9 @@ from disagg.protocol.pairing import pairing_failure
 from disagg.scheduler import events
 from disagg.scheduler.engine import StepPlan
 from disagg.sim.events import EventHeap
+from disagg.sim.holding import HeldTokens
 from disagg.sim.links import ComputedLinks, FairLinks, Links
-from disagg.sim.records import FAILED, FINISHED, TURNED_AWAY, OpenRecord, RecordTable, take_held
+from disagg.sim.records import FAILED, FINISHED, TURNED_AWAY, OpenRecord, RecordTable
 from disagg.sim.scenario import Fault, Fidelity, LinkBreaks, Scenario, WorkerDies, WorkerDrains, WorkerSpec
 from disagg.sim.setup import card_and_config, dispatcher_config
 from disagg.sim.worker import SimWorker
@@ -59,7 +61,7 @@ class SimCluster:
         self.dispatcher = Dispatcher(dispatcher_config(scenario), on_decided)
         self._stream = stream
         self._open: dict[RequestId, OpenRecord] = {}
-        self._holding: dict[WorkerId, dict[SequenceId, OpenRecord]] = {}
+        self._held = HeldTokens(self.heap, self.records, self._open, self._hear, scenario.message_s)
         self._specs = {spec.name: spec for spec in scenario.workers}
         self._incarnations = count(1)
         self._reporting: set[tuple[WorkerId, WorkerId]] = set()  # pairings that the router is being told of
@@ -212,7 +214,7 @@ class SimCluster:
     def _close(self, request_id: RequestId, record: OpenRecord, end: int) -> None:
         del self._open[request_id]
         for worker_id in record.opened.choices[0].workers if record.opened is not None else ():
-            self._holding.get(worker_id, {}).pop(SequenceId(request_id, 0), None)
+            self._held.forget(worker_id, SequenceId(request_id, 0))
         self._end(record, end)
 
     def _to_worker(self, worker: SimWorker, message: RouterToWorker) -> None:
@@ -252,47 +254,17 @@ class SimCluster:
         if self.is_small:
             self.heap.after(self.scenario.message_s, self._hear, worker, message)
         elif isinstance(message, EmitTokens):
-            self._hold_back(worker, message)
+            self._held.take(worker, message)
         else:
             if isinstance(message, ReportFailure):
-                self._release(worker, message.sequence_id)
+                self._held.release(worker, message.sequence_id)
             self.heap.after(self.scenario.message_s, self._hear, worker, message)
 
     def _hear(self, worker: SimWorker, message: WorkerToRouter) -> None:
         self._tell(WorkerMessageReceived(worker.worker_id, worker.card.incarnation, message))
 
-    def _hold_back(self, worker: SimWorker, message: EmitTokens) -> None:
-        """Note when each token comes; pass on what begins or ends an answer."""
-        seen_s = self.heap.now_s + self.scenario.message_s
-        holding = self._holding.setdefault(worker.worker_id, {})
-        passed_on: list[EmittedToken] = []
-        for token in message.tokens:
-            sequence_id, position = token.sequence_id, token.position
-            record = self._open.get(sequence_id.request_id)
-            if record is None or position != record.num_tokens:
-                continue  # a repeat, or of a request that has ended
-            self.records.note_token(record, seen_s)
-            if record.num_tokens == record.request.num_output_tokens:
-                passed_on += take_held(record, sequence_id, position)
-                passed_on.append(token)
-                holding.pop(sequence_id, None)
-            elif position == 0:
-                passed_on.append(token)
-            else:
-                if not record.num_held:
-                    holding[sequence_id] = record
-                record.num_held += 1
-        if passed_on or message.prompts:
-            rest = EmitTokens(tuple(passed_on), message.prompts)
-            self.heap.after(self.scenario.message_s, self._hear, worker, rest)
-
-    def _release(self, worker: SimWorker, sequence_id: SequenceId | None = None) -> None:
-        """Hand the router what was kept back, of one sequence or of all that this worker writes."""
-        holding = self._holding.get(worker.worker_id, {})
-        for each in [sequence_id] if sequence_id is not None else list(holding):
-            record = holding.pop(each, None)
-            if record is not None and record.num_held:
-                self._hear(worker, EmitTokens(tuple(take_held(record, each, record.num_tokens))))
+    def steps_to_router(self, worker: SimWorker, message: EmitTokens, ends_s: Sequence[float]) -> None:
+        self._held.take_steps(worker, message, ends_s)
 
     def to_peer(self, worker: SimWorker, peer: SimWorker, message: WorkerToWorker) -> None:
         self.heap.after(self.scenario.message_s, peer.hear_peer, worker, message)
@@ -321,7 +293,9 @@ class SimCluster:
         if old is not None:
             self.ended.append(old)
         scenario = self.scenario
-        worker = SimWorker(self, card, config, spec.steps, scenario.fidelity, scenario.message_s)
+        worker = SimWorker(
+            self, card, config, spec.steps, scenario.fidelity, scenario.message_s, scenario.max_alike_steps
+        )
         self.workers[card.worker_id] = worker
         self._register(worker)
 
@@ -343,13 +317,13 @@ class SimCluster:
             case WorkerDrains():
                 worker = self.workers.get(WorkerId(fault.worker))
                 if worker is not None:
-                    self._release(worker)
+                    self._held.release(worker)
                 self._tell(DrainAsked(WorkerId(fault.worker)))
 
     def _kill(self, worker: SimWorker | None, fault: WorkerDies) -> None:
         if worker is None or not worker.is_alive:
             return
-        self._release(worker)
+        self._held.release(worker)
         worker.is_alive = False
         detect_s = self.scenario.detect_s
         lost = WorkerLost(worker.worker_id, worker.card.incarnation, "its connection ended")

@@ -1,6 +1,8 @@
 """One worker in virtual time: the real scheduler over a step-time model and shared links."""
 
-from collections.abc import Callable
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from disagg.bench.workload import ANSWER_LABEL
@@ -9,7 +11,7 @@ from disagg.core.request import EmittedToken
 from disagg.core.roles import HandoffMode
 from disagg.core.spans import Span
 from disagg.protocol.handoff import decode_grant_key
-from disagg.protocol.messages import RouterToWorker, WorkerCard, WorkerToRouter, WorkerToWorker
+from disagg.protocol.messages import EmitTokens, RouterToWorker, WorkerCard, WorkerToRouter, WorkerToWorker
 from disagg.scheduler import events
 from disagg.scheduler.actions import (
     Action,
@@ -46,12 +48,33 @@ class Surroundings(Protocol):
     def route(self, source: "SimWorker", target: "SimWorker") -> tuple[tuple[str, ...], float]:
         """What a transfer uses, and its latency in seconds."""
 
+    def steps_to_router(self, worker: "SimWorker", message: EmitTokens, ends_s: Sequence[float]) -> None:
+        """Tokens of several steps, in order of rows, then of steps, and when each step ended."""
+
     def note_step(self, worker: "SimWorker", plan: StepPlan) -> None:
         """A step begins."""
 
 
+class Stretch:
+    """Steps that run one after the other with the same rows, as far as anybody knows now."""
+
+    __slots__ = ("durations_s", "ends_s", "plan")
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan  # of the first
+        self.durations_s: list[float] = []
+        self.ends_s: list[float] = []
+
+    def cut(self, num_steps: int) -> None:
+        del self.durations_s[num_steps:], self.ends_s[num_steps:]
+
+
 class SimWorker:
-    """One incarnation."""
+    """One incarnation.
+
+    At large fidelity steps between which nothing is decided are one event: whatever else comes first is told of those
+    that are over, and what is left of them begins anew. The scheduler says how many there may be.
+    """
 
     def __init__(
         self,
@@ -61,7 +84,9 @@ class SimWorker:
         steps: StepModel,
         fidelity: Fidelity,
         message_s: float,
+        max_alike: int,
     ) -> None:
+        """max_alike: most steps of one event."""
         self._around = around
         self._heap = around.heap
         self._steps = steps
@@ -78,8 +103,13 @@ class SimWorker:
         self._wake_s = float("inf")
         self._step_began_s = 0.0
         self._is_finishing = False  # actions now come of a step's end
+        self._acts_s = 0.0  # when the actions that are performed are due: now, or when a step of a stretch ended
+        self._stretch: Stretch | None = None
+        self._most_alike = 2 if max_alike > 1 else 1
+        self._max_alike = max_alike
+        self._told: Sequence[float] = ()  # ends of the steps whose tokens the router is told of together
         self._perform: dict[type, Callable[..., None]] = {
-            SendToRouter: lambda action: around.to_router(self, action.message),
+            SendToRouter: self._send_to_router,
             SendToPeer: self._send_to_peer,
             RunStep: self._run,
             PrepareGrammar: self._prepare_grammar,
@@ -94,9 +124,13 @@ class SimWorker:
         return self.card.worker_id
 
     def handle(self, event: events.Event) -> None:
-        if not self.is_alive:
-            return
-        now_s, perform = self._heap.now_s, self._perform
+        if self.is_alive:
+            self.catch_up()
+            self._handle(event, self._heap.now_s)
+
+    def _handle(self, event: events.Event, now_s: float) -> None:
+        perform = self._perform
+        self._acts_s = now_s
         actions: list[Action] = self.scheduler.handle(event, now_s)
         for action in actions:
             perform[type(action)](action)
@@ -107,6 +141,8 @@ class SimWorker:
             self._wake_s = wake_s
             if wake_s < float("inf"):
                 self._heap.at(max(wake_s, now_s + 1e-6), self._wake, wake_s)
+        if self._stretch is not None:
+            self._shorten(self._stretch)
 
     def hear_router(self, message: RouterToWorker) -> None:
         self.handle(events.RouterMessageReceived(message))
@@ -121,6 +157,12 @@ class SimWorker:
             self._wake_s = float("inf")
             self.handle(events.ClockTicked())
 
+    def _send_to_router(self, action: SendToRouter) -> None:
+        if self._told and isinstance(action.message, EmitTokens):
+            self._around.steps_to_router(self, action.message, self._told)
+        else:
+            self._around.to_router(self, action.message)
+
     def _send_to_peer(self, action: SendToPeer) -> None:
         peer = self.peers.get(action.peer)
         if peer is not None:
@@ -134,16 +176,25 @@ class SimWorker:
 
     def _run(self, action: RunStep) -> None:
         plan = action.plan
+        self._step_began_s = now_s = self._acts_s
+        num_alike = 1 if self._is_small else self.scheduler.num_alike(self._most_alike)
+        if num_alike > 1:
+            self._begin_stretch(plan, num_alike)
+            return
         self._around.note_step(self, plan)
         duration_s = self._steps.step_s(shape_of(plan))
-        self.busy_s += duration_s
-        self.num_steps += 1
-        self._step_began_s = now_s = self._heap.now_s
         num_layers = self.card.layout.num_layers
         if self._is_small and plan.report_every:
             for layers in range(plan.report_every, num_layers, plan.report_every):
                 layers_computed = events.LayersComputed(plan.step_id, layers)
                 self._heap.at(now_s + duration_s * layers / num_layers, self.handle, layers_computed)
+        self._heap.at(now_s + duration_s, self._finish, plan, duration_s)
+
+    def _finish(self, plan: StepPlan, duration_s: float) -> None:
+        if not self.is_alive:
+            return
+        self.busy_s += duration_s
+        self.num_steps += 1
         tokens = tuple(
             [
                 EmittedToken(row.sequence_id, row.output_position, ANSWER_LABEL)
@@ -151,13 +202,54 @@ class SimWorker:
                 if row.sampling is not None
             ]
         )
-        finished = events.StepFinished(StepResult(plan.step_id, tokens), duration_s)
-        self._heap.at(now_s + duration_s, self._finish, finished)
-
-    def _finish(self, finished: events.StepFinished) -> None:
         self._is_finishing = True
-        self.handle(finished)
+        self.handle(events.StepFinished(StepResult(plan.step_id, tokens), duration_s))
         self._is_finishing = False
+
+    # --- steps that are one event ------------------------------------------------------------------------------
+
+    def _begin_stretch(self, plan: StepPlan, num_steps: int) -> None:
+        self._stretch = stretch = Stretch(plan)
+        shape, end_s = shape_of(plan), self._step_began_s
+        for _ in range(num_steps):
+            duration_s = self._steps.step_s(shape)
+            end_s += duration_s
+            stretch.durations_s.append(duration_s)
+            stretch.ends_s.append(end_s)
+            shape = StepShape((), shape.decode_contexts_sum + shape.num_decode, shape.num_decode)
+        self._heap.at(end_s, self._end_stretch, stretch, end_s)
+
+    def catch_up(self) -> None:
+        """Let the scheduler know of the steps that are over by now."""
+        stretch = self._stretch
+        if stretch is not None and stretch.ends_s[0] <= self._heap.now_s and self.is_alive:
+            self._finish_steps(stretch, bisect_right(stretch.ends_s, self._heap.now_s))
+
+    def _end_stretch(self, stretch: Stretch, end_s: float) -> None:
+        if self._stretch is stretch and stretch.ends_s[-1] == end_s:  # else it was cut short, or has ended
+            self.catch_up()
+
+    def _finish_steps(self, stretch: Stretch, num_steps: int) -> None:
+        self._stretch = None
+        self._most_alike = min(self._max_alike, 2 * num_steps + 2)
+        self._told, durations_s = stretch.ends_s[:num_steps], tuple(stretch.durations_s[:num_steps])
+        self.busy_s += math.fsum(durations_s)
+        self.num_steps += num_steps
+        token_ids = ((ANSWER_LABEL,) * num_steps,) * len(stretch.plan.rows)
+        self._handle(events.StepsFinished(stretch.plan.step_id, token_ids, durations_s), self._told[-1])
+        self._told = ()
+
+    def _shorten(self, stretch: Stretch) -> None:
+        """Something has happened: some of the steps may be decided anew."""
+        num_steps = self.scheduler.num_alike(len(stretch.ends_s))
+        if num_steps == len(stretch.ends_s):
+            return
+        stretch.cut(max(1, num_steps))
+        if num_steps > 1:
+            self._heap.at(stretch.ends_s[-1], self._end_stretch, stretch, stretch.ends_s[-1])
+        else:
+            self._stretch = None
+            self._heap.at(stretch.ends_s[0], self._finish, stretch.plan, stretch.durations_s[0])
 
     # --- grants and writes -------------------------------------------------------------------------------------
 

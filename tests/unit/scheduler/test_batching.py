@@ -183,6 +183,51 @@ def kind_of(plan: StepPlan) -> str:
     return "both" if len(kinds) == 2 else kinds.pop()
 
 
+def test_steps_that_nothing_is_decided_between_end_together_as_they_would_one_by_one() -> None:
+    together, alone = Solo(Role.DECODE, answer_headroom=1), Solo(Role.DECODE, answer_headroom=1)
+    for solo in (together, alone):
+        for number, (length, max_tokens) in enumerate([(3, 20), (6, 9)]):
+            solo.start(number, Task.WHOLE, prompt(20 * number, length), max_tokens)
+        while solo.plan is None or kind_of(solo.plan) != "decode" or len(solo.plan.rows) < 2:
+            solo.finish_step()
+    num_steps = together.scheduler.num_alike(99)
+    assert num_steps == 9 - together.plans[-1].rows[1].output_position - 1
+    assert together.scheduler.num_alike(2) == 2
+    first, together.plan = together.plans[-1], None
+    together.handle(events.StepsFinished(first.step_id, ((7,) * num_steps,) * 2, (0.01,) * num_steps))
+    for _ in range(num_steps):
+        alone.finish_step()
+    assert together.plan == alone.plan
+    assert together.state == alone.state
+    assert [together.tokens(number) for number in (0, 1)] == [alone.tokens(number) for number in (0, 1)]
+    assert together.scheduler.num_alike(99) <= 1  # the second answer's last token comes next
+    for solo in (together, alone):
+        solo.finish_steps()
+    assert together.reports[-1] == alone.reports[-1]
+
+
+def test_more_steps_than_may_end_together_are_ignored() -> None:
+    solo = Solo(Role.DECODE)
+    solo.start(0, Task.WHOLE, prompt(0, 3), max_tokens=9)
+    solo.finish_step()
+    num_alike, plan = solo.scheduler.num_alike(99), solo.plan
+    assert num_alike == 7
+    assert plan is not None
+    event = events.StepsFinished(plan.step_id, ((7,) * 8,), (0.01,) * 8)
+    assert solo.handle(event) == []
+    assert solo.ignored("StepsFinished") == 1
+    solo.start(1, Task.WHOLE, prompt(0, 3), max_tokens=9)  # it joins the next step
+    assert solo.scheduler.num_alike(99) == 1
+
+
+def test_a_stream_whose_tokens_decide_ends_each_step_alone() -> None:
+    solo = Solo(Role.DECODE)
+    spec = SequenceSpec(sequence_id(0), (1, 2, 3), SamplingParams(max_tokens=9, stop_token_ids=(5,)))
+    solo.start_spec(spec, Task.WHOLE)
+    solo.finish_step()
+    assert solo.scheduler.num_alike(99) <= 1
+
+
 def test_a_step_that_is_not_running_does_not_finish_twice() -> None:
     solo = Solo(Role.DECODE)
     solo.start(0, Task.WHOLE, (1, 2), max_tokens=2)

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 from tests.unit.sim.rigs import SLOW, LinearSteps, pools, scenario, work, worker
 
@@ -187,6 +188,52 @@ def test_a_worker_that_is_added_takes_work_from_then_on() -> None:
     more = simulate(scenario((*pools(1, 1), late), work(60, rate_per_s=20), Fidelity.LARGE), 0).report
     assert more.ttft_s.mean < 0.9 * few.ttft_s.mean
     assert next(use for use in more.workers if use.name == "prefill-1").num_steps > 0
+
+
+ALIKE = {
+    "pools": scenario(pools(2, 2), work(80, rate_per_s=15, output=Lengths(120, 100)), Fidelity.LARGE),
+    "little room": scenario(
+        pools(1, 1, num_blocks=70, answer_headroom=16),
+        work(60, rate_per_s=10, prompt=Lengths(200, 100), output=Lengths(150, 140)),
+        Fidelity.LARGE,
+    ),
+    "mixed": scenario(
+        (worker("mixed-0", Role.MIXED, itl_target_s=0.02),),
+        ClosedWork(work(40, output=Lengths(200, 150)), num_clients=6),
+        Fidelity.LARGE,
+    ),
+    "a death, a drain, a cut": scenario(
+        pools(2, 3),
+        work(80, rate_per_s=15, output=Lengths(120, 100)),
+        Fidelity.LARGE,
+        faults=(
+            WorkerDies(1.2345, "decode-0", restart_after_s=3.0),
+            WorkerDrains(2.3456, "decode-1"),
+            LinkBreaks(3.4567, "prefill-0", "decode-2", for_s=1.0),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_steps_that_are_one_event_change_nothing(name: str) -> None:
+    together, alone = (simulate(msgspec.structs.replace(ALIKE[name], max_alike_steps=most), 4) for most in (64, 1))
+    assert together.records.fingerprint() == alone.records.fingerprint()
+    assert together.report.decisions_digest == alone.report.decisions_digest
+    assert together.report.fallbacks == alone.report.fallbacks
+    assert [use.num_steps for use in together.report.workers] == [use.num_steps for use in alone.report.workers]
+    assert together.report.itl_s.num == alone.report.itl_s.num
+    assert together.report.itl_s.p99 == alone.report.itl_s.p99
+    assert together.report.num_events < alone.report.num_events
+
+
+def test_streams_that_nothing_disturbs_take_few_events() -> None:
+    """Four streams of a thousand tokens: 64 steps an event."""
+    asked = work(4, arrivals=EvenArrivals(1e6), prompt=Lengths(32), output=Lengths(1000), prefixes=PrefixPool())
+    report = simulate(scenario((worker("m", Role.MIXED, num_blocks=999),), asked, Fidelity.LARGE), 0).report
+    assert report.num_output_tokens == 4000
+    assert report.workers[0].num_steps >= 1000
+    assert report.num_events < 100
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_other_ones() -> None:

@@ -121,8 +121,12 @@ class CoefficientModel:
         kv_tokens: int,
         pp: int = 1,
         stage_s: float = 0.0,
+        mixes_steps: bool = True,
     ) -> None:
-        """pp: stages, each with an even share of the times; stage_s: what each adds to a prompt's step."""
+        """pp: stages, each with an even share of the times; stage_s: what each adds to a prompt's step.
+
+        mixes_steps: whether the engine computes prompts and streams in one step; else a step of both is two of its own.
+        """
         if pp < 1:
             raise ConfigurationError(f"pp={pp} of {name} must be at least 1")
         self.name = name
@@ -132,13 +136,14 @@ class CoefficientModel:
         self.kv_tokens = kv_tokens
         self.pp = pp
         self.stage_s = stage_s
+        self.mixes_steps = mixes_steps
 
     def max_kv_tokens(self, block_size: int) -> int:
         """See StepModel."""
         return self.kv_tokens // block_size * block_size
 
     def step_s(self, shape: StepShape) -> float:
-        """Both phases in one step pay only the larger of their two constants.
+        """Both phases in one step pay only the larger of their two constants, where the engine mixes them.
 
         With stages, streams go round in pp batches; prompts pass the stages one after the other, undivided. Tokens
         that are cached count as if computed in the squares only.
@@ -153,7 +158,7 @@ class CoefficientModel:
         if shape.num_decode:
             milliseconds += self.coefficients.decode_ms(shape.decode_contexts_sum / self.pp, shape.num_decode / self.pp)
             constants.append(self.coefficients.decode[0])
-        return (milliseconds - (min(constants) if len(constants) == 2 else 0.0)) / 1e3
+        return (milliseconds - (min(constants) if self.mixes_steps and len(constants) == 2 else 0.0)) / 1e3
 
 
 class _ForeignFit(msgspec.Struct, frozen=True):

@@ -55,6 +55,7 @@ def published_model(model: str, *, engine: str = "DistServe", tp: int = 1, pp: i
                 kv_tokens=kv_tokens,
                 pp=pp,
                 stage_s=1e-3 if pp > 1 else 0.0,
+                mixes_steps=False,  # neither DistServe nor the vLLM of 2023, whose steps these are, did
             )
     known = sorted(f"{fit.model} {fit.engine} tp={fit.tp}" for fit in published_fits())
     raise ConfigurationError(f"no published fit of {model} by {engine} with tp={tp}; known: {', '.join(known)}")

@@ -6,6 +6,7 @@ Exit code 1 if a check misses without a stated reason, 2 for an unknown case.
 import sys
 
 from disagg.sim.validation.case import cases
+from disagg.sim.validation.cluster_run import run_scenario
 from disagg.sim.validation.report import lines
 from disagg.sim.validation.run import is_clean, validate
 
@@ -17,7 +18,7 @@ def main(arguments: list[str]) -> int:
             f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(case.id for case in cases())}", file=sys.stderr
         )
         return 2
-    results = validate(arguments)
+    results = validate(arguments, run_scenario)
     print("\n".join(lines(results)))
     return 0 if is_clean(results) else 1
 

@@ -91,6 +91,6 @@ def _row(values: Sequence[float]) -> str:
 
 
 def _number(value: float) -> str:
-    if value == int(value) and abs(value) < 1e6:
+    if math.isfinite(value) and value == int(value) and abs(value) < 1e6:
         return str(int(value))
     return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
