@@ -24,6 +24,7 @@ def test_node_client(served: Served, tour: str) -> None:
 def test_llm_command(served: Served, tmp_path: Path) -> None:
     """Streamed, whole, and with a schema."""
     card = {"model_id": "local", "model_name": MODEL, "api_base": f"{served.url}/v1", "supports_schema": True}
+    card |= {"api_key_name": "disagg"}  # or it sends no key, whatever is said on the command line
     (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([card]))  # JSON is YAML
     ask = (program("llm"), "-m", "local", "hi", "--key", KEY, "-o", "temperature", "0")
 
@@ -35,5 +36,5 @@ def test_llm_command(served: Served, tmp_path: Path) -> None:
     streamed, whole = answer("-o", "max_tokens", "8"), answer("-o", "max_tokens", "8", "--no-stream")
     assert streamed == whole
     assert streamed.strip()
-    schema = '{"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}'
-    assert json.loads(answer("-o", "max_tokens", "200", "--schema", schema))["n"] in (1, 2)
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    assert json.loads(answer("-o", "max_tokens", "200", "--schema", json.dumps(schema)))["n"] in (1, 2)

@@ -44,7 +44,9 @@ def batch(served: Served) -> None:
 
 
 def tools(served: Served) -> None:
-    bound = chat_model(served, max_tokens=300).bind_tools([move], tool_choice="required", parallel_tool_calls=False)
+    bound = chat_model(served, max_tokens=300).bind_tools(
+        [move], tool_choice="required", strict=True, parallel_tool_calls=False
+    )
     answer = bound.invoke(PROMPT)
     (call,) = answer.tool_calls
     done = move.invoke(call)
@@ -54,7 +56,7 @@ def tools(served: Served) -> None:
 
 
 def tools_streamed(served: Served) -> None:
-    bound = chat_model(served, max_tokens=300).bind_tools([move], tool_choice="move")
+    bound = chat_model(served, max_tokens=300).bind_tools([move], tool_choice="move", strict=True)
     parts = list(bound.stream(PROMPT))
     total = parts[0]
     for part in parts[1:]:
@@ -68,7 +70,7 @@ def structured_by_schema(served: Served) -> None:
 
 
 def structured_by_call(served: Served) -> None:
-    model = chat_model(served, max_tokens=300).with_structured_output(Animal, method="function_calling")
+    model = chat_model(served, max_tokens=300).with_structured_output(Animal, method="function_calling", strict=True)
     assert isinstance(model.invoke(PROMPT), Animal)
 
 
