@@ -11,10 +11,12 @@ from tests.conformance.tours.report import Animal, Served, tour
 PROMPT = "the quick brown fox"
 
 
-@tool
 def move(direction: Literal["left", "right"]) -> str:
     """Go."""
     return f"went {direction}"
+
+
+MOVE: Any = tool(move)
 
 
 def chat_model(served: Served, **more: Any) -> Any:
@@ -45,18 +47,18 @@ def batch(served: Served) -> None:
 
 def tools(served: Served) -> None:
     bound = chat_model(served, max_tokens=300).bind_tools(
-        [move], tool_choice="required", strict=True, parallel_tool_calls=False
+        [MOVE], tool_choice="required", strict=True, parallel_tool_calls=False
     )
     answer = bound.invoke(PROMPT)
     (call,) = answer.tool_calls
-    done = move.invoke(call)
+    done = MOVE.invoke(call)
     assert isinstance(done, ToolMessage)
-    again = chat_model(served).bind_tools([move]).invoke([HumanMessage(PROMPT), answer, done])
+    again = chat_model(served).bind_tools([MOVE]).invoke([HumanMessage(PROMPT), answer, done])
     assert isinstance(again, AIMessage)
 
 
 def tools_streamed(served: Served) -> None:
-    bound = chat_model(served, max_tokens=300).bind_tools([move], tool_choice="move", strict=True)
+    bound = chat_model(served, max_tokens=300).bind_tools([MOVE], tool_choice="move", strict=True)
     parts = list(bound.stream(PROMPT))
     total = parts[0]
     for part in parts[1:]:
