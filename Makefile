@@ -44,7 +44,23 @@ check: $(STAMP) ## lint, format, types, direction of imports
 
 .PHONY: test
 test: check ## everything except the long parity runs
-	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu and not conformance" $(ARGS)
+
+# Clients pin each other's dependencies, so they live apart from ours.
+CLIENTS := .venv-conformance
+CLIENTS_STAMP := $(CLIENTS)/.installed
+NODE_CLIENTS := tests/conformance/node
+
+$(CLIENTS_STAMP): requirements-conformance.lock $(NODE_CLIENTS)/package-lock.json
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-conformance.lock
+	@if command -v npm >/dev/null; then npm ci --prefix $(NODE_CLIENTS) --silent --no-audit --no-fund; \
+		else echo "no npm here: its clients are skipped"; fi
+	@touch $@
+
+.PHONY: conformance
+conformance: $(STAMP) $(CLIENTS_STAMP) ## real clients and suites against mixed and disaggregated (OPENAI_SPEC=FILE: fuzzed by it too)
+	$(PYTEST) tests/conformance $(ARGS)
 
 .PHONY: parity
 parity: $(STAMP) ## the real model, token by token, against references (minutes)
@@ -95,5 +111,5 @@ bench-report: $(STAMP) ## mixed beside separate on chat, RAG and code mixes, int
 
 .PHONY: clean
 clean: ## remove .venv and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	rm -rf $(VENV) $(CLIENTS) $(NODE_CLIENTS)/node_modules .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,6 +20,7 @@ from disagg.core.errors import DisaggError
 from disagg.dispatch.stream import GenerationService
 from disagg.router.access import Access
 from disagg.router.body import DEFAULT_LIMITS, BodyLimits
+from disagg.router.description import Described
 from disagg.router.generation import Generation, draw_random_seed
 from disagg.router.http_errors import Refused, http_error, routing_error, unsupported_endpoint
 from disagg.router.information import Information
@@ -114,7 +115,7 @@ def endpoints(
     served = ServedModels(service, models)
     writing = Generation(service, served, access, text_threads, limits, clock, draw_seed)
     telling = Information(service, served, access, text_threads, limits, clock)
-    return (
+    made: tuple[tuple[str, str, Endpoint], ...] = (
         ("POST", "/v1/chat/completions", writing.chat),
         ("POST", "/v1/completions", writing.completions),
         ("GET", "/v1/models", telling.list_models),
@@ -127,6 +128,8 @@ def endpoints(
         ("GET", "/cluster", telling.cluster),
         ("GET", "/version", telling.version),
     )
+    told = Described([(method, path) for method, path, _ in made])
+    return (*made, ("GET", told.PATH, told.answer))
 
 
 class _Guarded:

@@ -31,7 +31,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
     code: str | None = None
 
 
-class _Envelope(msgspec.Struct, frozen=True):
+class ErrorEnvelope(msgspec.Struct, frozen=True):
     error: ErrorBody
 
 
@@ -44,7 +44,7 @@ class HttpError(msgspec.Struct, frozen=True):
 
     @property
     def json(self) -> bytes:
-        return msgspec.json.encode(_Envelope(self.body))
+        return msgspec.json.encode(ErrorEnvelope(self.body))
 
     def response(self) -> Response:
         headers: dict[str, str] = {}

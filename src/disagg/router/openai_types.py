@@ -23,14 +23,14 @@ MAX_BIASED_TOKENS: Final = 1024
 MAX_STOP_TOKENS: Final = 128
 MAX_PROMPT_LOGPROBS: Final = 20
 DEFAULT_COMPLETION_TOKENS: Final = 16
-_MAX_TOKENS: Final = 2**31 - 1
+MAX_TOKENS: Final = 2**31 - 1
 _MAX_TOKEN_DIGITS: Final = 10
-_INT64: Final = (-(2**63), 2**63 - 1)
+INT64: Final = (-(2**63), 2**63 - 1)
 _MAX_BIAS: Final = 100.0
-_MAX_PENALTY: Final = 2.0
+MAX_PENALTY: Final = 2.0
 # Any factor above 0 would do; past these scores leave float32.
-_REPETITION_PENALTY: Final = (0.01, 100.0)
-_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+REPETITION_PENALTY: Final = (0.01, 100.0)
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 # Parts of others' APIs that would change the answer; absent or false is as good as not said.
 REFUSED: Final = ("use_beam_search", "prompt_embeds", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -107,9 +107,9 @@ def read_chat(body: JsonObject) -> ChatRequest:
     for key in REFUSED_IN_CHAT:
         fields.refuse_unless(key)
     messages = read_messages(fields)
-    max_tokens = fields.integer("max_completion_tokens", 1, _MAX_TOKENS)
+    max_tokens = fields.integer("max_completion_tokens", 1, MAX_TOKENS)
     if max_tokens is None:
-        max_tokens = fields.integer("max_tokens", 1, _MAX_TOKENS)
+        max_tokens = fields.integer("max_tokens", 1, MAX_TOKENS)
     top = fields.integer("top_logprobs", 0, MAX_CHAT_LOGPROBS)
     wants_logprobs = fields.boolean("logprobs")
     if top is not None and not wants_logprobs:
@@ -126,9 +126,9 @@ def read_completion(body: JsonObject) -> CompletionRequest:
     fields.refuse_unless("response_format", {"type": "text"})
     fields.refuse_unless("best_of", 1, fields.values.get("n"))
     prompts = _read_prompts(fields)
-    max_tokens = fields.integer("max_tokens", 0, _MAX_TOKENS)
+    max_tokens = fields.integer("max_tokens", 0, MAX_TOKENS)
     if max_tokens is None:
-        max_tokens = fields.integer("max_completion_tokens", 0, _MAX_TOKENS)
+        max_tokens = fields.integer("max_completion_tokens", 0, MAX_TOKENS)
     if max_tokens is None:
         max_tokens = DEFAULT_COMPLETION_TOKENS
     if isinstance(fields.values.get("logprobs"), bool):
@@ -160,7 +160,7 @@ def _read_common(
         max_tokens=max_tokens,
         temperature=fields.number("temperature", 1.0, 0.0, 2.0),
         top_p=_read_top_p(fields),
-        seed=fields.integer("seed", *_INT64),
+        seed=fields.integer("seed", *INT64),
         stop=_read_stop(fields),
         stream=stream,
         include_usage=options.boolean("include_usage") if options is not None else False,
@@ -168,12 +168,12 @@ def _read_common(
         num_logprobs=num_logprobs,
         echo=echo,
         ignores_eos=fields.boolean("ignore_eos"),
-        presence_penalty=fields.number("presence_penalty", 0.0, -_MAX_PENALTY, _MAX_PENALTY),
-        frequency_penalty=fields.number("frequency_penalty", 0.0, -_MAX_PENALTY, _MAX_PENALTY),
+        presence_penalty=fields.number("presence_penalty", 0.0, -MAX_PENALTY, MAX_PENALTY),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -MAX_PENALTY, MAX_PENALTY),
         logit_bias=_read_logit_bias(fields),
-        top_k=max(fields.integer("top_k", -1, _MAX_TOKENS) or 0, 0),  # -1 means all too
+        top_k=max(fields.integer("top_k", -1, MAX_TOKENS) or 0, 0),  # -1 means all too
         min_p=fields.number("min_p", 0.0, 0.0, 1.0),
-        repetition_penalty=fields.number("repetition_penalty", 1.0, *_REPETITION_PENALTY),
+        repetition_penalty=fields.number("repetition_penalty", 1.0, *REPETITION_PENALTY),
         min_tokens=_read_min_tokens(fields, max_tokens),
         stop_token_ids=_read_stop_token_ids(fields),
         num_prompt_logprobs=_read_prompt_logprobs(fields, stream=stream),
@@ -219,7 +219,7 @@ def _read_logit_bias(fields: Fields) -> tuple[tuple[int, float], ...]:
 
 
 def _read_min_tokens(fields: Fields, max_tokens: int | None) -> int:
-    min_tokens = fields.integer("min_tokens", 0, _MAX_TOKENS) or 0
+    min_tokens = fields.integer("min_tokens", 0, MAX_TOKENS) or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise InvalidRequest(
             f"'min_tokens' is {min_tokens}, but the answer has at most {max_tokens} tokens; "
@@ -298,8 +298,8 @@ def _read_message(name: str, value: object) -> ChatMessage:
         raise wrong_type(name, "an object", value)
     fields = Fields(cast(JsonObject, value), f"{name}.")
     role = fields.text("role")
-    if role not in _ROLES:
-        raise InvalidRequest(f"'{name}.role' is {role!r}; it must be one of {', '.join(_ROLES)}", param=f"{name}.role")
+    if role not in ROLES:
+        raise InvalidRequest(f"'{name}.role' is {role!r}; it must be one of {', '.join(ROLES)}", param=f"{name}.role")
     calls = read_calls(fields) if role == "assistant" else ()
     fields.refuse_unless("function_call")
     fields.refuse_unless("audio")

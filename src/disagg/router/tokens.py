@@ -31,15 +31,18 @@ def tokenize(body: JsonObject, models: ServedModels) -> TokenizeAnswer:
     fields = Fields(body)
     model = fields.text("model") if fields.has("model") else models.only()
     text = models.text(model)
+    # All of it is checked, whichever is meant: what is wrong is wrong beside messages too.
+    add_prompt = fields.boolean("add_generation_prompt", True)
+    add_special = fields.boolean("add_special_tokens", True)
+    is_spelled = fields.boolean("return_token_strs")
+    shown = read_tool_use(fields).shown
+    prompt = fields.text("prompt") if fields.has("prompt") or not fields.has("messages") else ""
     if fields.has("messages"):
-        add_prompt = fields.boolean("add_generation_prompt", True)
-        shown = read_tool_use(fields).shown
         token_ids = text.chat_ids(read_messages(fields), shown, add_generation_prompt=add_prompt)
     else:
-        prompt = fields.text("prompt")
-        token_ids = tuple(text.tokenizer.encode(prompt, fields.boolean("add_special_tokens", True)))
+        token_ids = tuple(text.tokenizer.encode(prompt, add_special))
     spelled: tuple[str, ...] | None = None
-    if fields.boolean("return_token_strs"):
+    if is_spelled:
         spelled = tuple(text.tokenizer.decode((token_id,), False) for token_id in token_ids)
     return TokenizeAnswer(len(token_ids), models.statuses()[model].max_context, token_ids, spelled)
 

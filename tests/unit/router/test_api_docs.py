@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
+import jsonschema
 import msgspec
 import pytest
 from tests.unit.router.site import MakeSite, Site
 
 from disagg.router import answer_plan, app, openai_types, response_format
 from disagg.router.access import Access, AccessKey
+from disagg.router.description import WRITING, Endpoint, body_schema
 from disagg.router.tools import spec
 from disagg.testing.generation import FakeGenerationService, ready
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "api.md").read_text()
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 WRONG: list[list[list[int]]] = [[[]]]  # of a type that no parameter has
 LOGPROBS = {"chat": "true", "completions": "2"}
 READS = re.compile(r'\.(?:text|boolean|integer|number|nested|array|required|refuse_unless|has)\(\s*"(\w+)"')
@@ -98,6 +101,39 @@ def test_every_endpoint_has_a_row() -> None:
     assert table == [(method, path) for method, path, _ in made]
     for word in app.UNSUPPORTED:
         assert f"`{word}`" in PAGE
+
+
+@pytest.mark.parametrize("endpoint", WRITING)
+def test_the_description_takes_what_the_page_takes_and_nothing_else(endpoint: Endpoint) -> None:
+    word = "chat" if endpoint is Endpoint.CHAT else "completions"
+    schema = body_schema(endpoint)
+    taken = {row.name for row in PARAMETERS if row.word(word) == "yes"}
+    assert set(schema["properties"]) == taken
+    plain = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
+    for row in PARAMETERS:
+        jsonschema.validate({**plain, **row.fields(word)}, schema)
+        if row.name in taken:
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate({**plain, **row.fields(word), row.name: WRONG}, schema)
+
+
+async def test_the_description_names_every_endpoint(site: Site) -> None:
+    document = (await site.client.get("/openapi.json")).json()
+    found = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert found == {(method, path.replace(":path}", "}")) for method, path, *_ in rows("Endpoints")}
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True, "top_logprobs": 2}, {"tools": TOOLS}, {"n": 2}])
+async def test_answers_are_what_the_description_says(site: Site, fields: dict[str, object]) -> None:
+    document = (await site.client.get("/openapi.json")).json()
+    for path, response in (
+        ("/v1/chat/completions", await site.chat(**fields)),
+        ("/v1/completions", await site.complete(logprobs=2 if "logprobs" in fields else None)),
+        ("/tokenize", await site.client.post("/tokenize", json={"model": "tiny", "prompt": "hi"})),
+    ):
+        assert response.status_code == 200, response.text
+        schema = document["paths"][path]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+        jsonschema.validate(response.json(), {**schema, "components": document["components"]})
 
 
 async def test_the_endpoints_that_need_a_key_are_those_that_say_so(make_site: MakeSite) -> None:

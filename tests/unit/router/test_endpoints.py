@@ -119,6 +119,9 @@ async def test_tokenize_and_back(site: Site, tokenizer: ModelTokenizer) -> None:
         ("/tokenize", {"prompt": "x"}, 400, "model"),  # two are served
         ("/tokenize", {"model": "none", "prompt": "x"}, 404, "model"),
         ("/tokenize", {"model": "tiny"}, 400, "prompt"),
+        ("/tokenize", {"model": "tiny", "messages": [], "add_special_tokens": "no"}, 400, "add_special_tokens"),
+        ("/tokenize", {"model": "tiny", "messages": [], "prompt": 5}, 400, "prompt"),
+        ("/tokenize", {"model": "tiny", "prompt": "x", "tools": 5}, 400, "tools"),
         ("/tokenize", {"model": "tiny", "prompt": [1]}, 400, "prompt"),
         ("/tokenize", {"model": "tiny", "messages": []}, 400, "messages"),
         ("/detokenize", {"model": "tiny"}, 400, "tokens"),
