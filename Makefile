@@ -15,6 +15,8 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 # Parallel BLAS threads of test processes only fight each other on small machines.
 TEST_ENV := OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest
+PARITY := tests/parity tests/faults/test_streams_survive.py tests/faults/test_class_a_hangs.py \
+	tests/faults/test_class_e_wrong_output.py
 
 .PHONY: help
 help: ## list the targets
@@ -63,8 +65,12 @@ conformance: $(STAMP) $(CLIENTS_STAMP) ## real clients and suites against mixed 
 	$(PYTEST) tests/conformance $(ARGS)
 
 .PHONY: parity
-parity: $(STAMP) ## the real model, token by token, against references (minutes)
-	$(PYTEST) -m "slow and not gpu" --timeout 1800 $(ARGS)
+parity: $(STAMP) ## the real model, token by token, against references; kills at every moment (minutes)
+	$(PYTEST) -m "slow and not gpu" --timeout 1800 $(PARITY) $(ARGS)
+
+.PHONY: endurance
+endurance: $(STAMP) ## writers stopped and resumed ten times at every state, 10,000 hand-offs on every transport (half an hour)
+	$(PYTEST) -m "slow and not gpu" --timeout 1800 $(addprefix --ignore=,$(PARITY)) $(ARGS)
 
 .PHONY: chaos
 chaos: $(STAMP) ## random kills and stops under load on the real system: is every answer whole, and the same?

@@ -148,9 +148,8 @@ def test_c1_every_kind_of_event_is_tried() -> None:
     left_out = {events.RouterLost, events.DrainRequested, events.PeerPaired, events.ClockTicked}
     wrappers = {events.RouterMessageReceived, events.PeerMessageReceived}
     assert set(local_events(0)) == set(get_args(events.Event)) - left_out - wrappers
-    operators = {RequestExamination, AnswerExamination, AnswerCluster}  # they talk on connections of their own
-    assert set(peer_messages(0, STRANGE)) == set(get_args(WorkerToWorker)) - operators
-    assert set(router_messages(0)) == set(get_args(RouterToWorker)) - {StartSequence, DrainWorker} - operators
+    assert set(peer_messages(0, STRANGE)) == set(get_args(WorkerToWorker))
+    assert set(router_messages(0)) == set(get_args(RouterToWorker)) - {StartSequence, DrainWorker}
 
 
 def about_nobody() -> Iterator[events.Event]:

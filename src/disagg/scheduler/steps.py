@@ -211,7 +211,7 @@ class Steps:
         if plan is None or plan.step_id != event.step_id or num_steps > self.num_alike(num_steps):
             self._state.ignore(event)
             return
-        rows, self._rows, self._running = self._rows, (), None
+        rows, self._rows, self._running, self._planned = self._rows, (), None, ()
         self._next_step += num_steps - 1
         for duration_s in event.durations_s:
             self._count(duration_s)
@@ -258,7 +258,7 @@ class Steps:
 
     def _ended(self, result: StepResult) -> list[_Ended]:
         """Rows of the step that is over, with their tokens, which mostly come in the order of the rows."""
-        rows, self._rows, self._running = self._rows, (), None
+        rows, self._rows, self._running, self._planned = self._rows, (), None, ()
         for sequence, _ in rows:
             sequence.is_in_step = False
         if len(result.tokens) == len(rows):

@@ -95,6 +95,7 @@ class VirtualCluster:
                 local_prefill_tokens=local_prefill_tokens,
                 max_open_requests=max_open_requests,
                 max_claimed_share=max_claimed_share,
+                protocol_max=PROTOCOL_MAX + 1,  # so that workers of the next release can be tried
             )
         )
 

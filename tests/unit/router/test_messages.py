@@ -79,6 +79,17 @@ async def test_the_template_is_given_tools_and_turns(make_site: MakeSite, make_t
     )
 
 
+async def test_a_tool_answers_a_call_that_was_made(site: Site) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    asked, made = {"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}
+    answer, other = ({"role": "tool", "tool_call_id": f"call_{number}", "content": "sunny"} for number in (1, 2))
+    for messages in ([answer], [asked, answer], [asked, made, asked, answer], [asked, made, other]):
+        response = await site.chat(messages=messages)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == f"messages[{len(messages) - 1}].tool_call_id"
+    assert (await site.chat(messages=[asked, made, answer, answer])).status_code == 200
+
+
 async def test_a_template_without_tools_is_spelled_them_out(site: Site, tokenizer: ModelTokenizer) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Brno"}'}}
     messages = [

@@ -1,9 +1,10 @@
 """Tools in a conversation so far: calls that the assistant made, and what came of them."""
 
+from collections.abc import Sequence
 from typing import Final, cast
 
 from disagg.core.errors import InvalidRequest
-from disagg.modelfiles.chat_template import MadeCall
+from disagg.modelfiles.chat_template import ChatMessage, MadeCall
 from disagg.router.fields import Fields, JsonObject, wrong_type
 
 MAX_CALLS: Final = 128  # of one message
@@ -21,6 +22,14 @@ def read_calls(fields: Fields) -> tuple[MadeCall, ...]:
 def read_call_id(fields: Fields) -> str:
     """`tool_call_id` of a tool's message. Raises InvalidRequest."""
     return fields.text("tool_call_id")
+
+
+def is_answer_to_call(messages: Sequence[ChatMessage], place: int) -> bool:
+    """Whether the tool's message at `place` follows, perhaps after other answers, the turn that made its call."""
+    first = place
+    while first > 0 and messages[first].call_id is not None:
+        first -= 1
+    return any(call.id == messages[place].call_id for call in messages[first].calls)
 
 
 def _read_call(name: str, value: object) -> MadeCall:
