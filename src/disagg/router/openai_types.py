@@ -294,8 +294,8 @@ def read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
     for place, message in enumerate(messages):
         if message.call_id is not None and not is_answer_to_call(messages, place):
             raise InvalidRequest(
-                f"'messages[{place}]' answers the call {message.call_id[:80]!r}, which the turn before it does not make; "
-                "a 'tool' message follows the 'tool_calls' that it answers",
+                f"'messages[{place}]' answers the call {message.call_id[:80]!r}, which the turn before it does not "
+                "make; a 'tool' message follows the 'tool_calls' that it answers",
                 param=f"messages[{place}].tool_call_id",
             )
     return messages
