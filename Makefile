@@ -69,7 +69,7 @@ parity: $(STAMP) ## the real model, token by token, against references; kills at
 	$(PYTEST) -m "slow and not gpu" --timeout 1800 $(PARITY) $(ARGS)
 
 .PHONY: endurance
-endurance: $(STAMP) ## writers stopped and resumed ten times at every state, 10,000 hand-offs on every transport (half an hour)
+endurance: $(STAMP) ## writers stopped and resumed ten times at every state, 10,000 hand-offs on every transport (long)
 	$(PYTEST) -m "slow and not gpu" --timeout 1800 $(addprefix --ignore=,$(PARITY)) $(ARGS)
 
 .PHONY: chaos
@@ -94,7 +94,7 @@ docs: $(STAMP) ## rewrite what is generated in docs/
 	$(PY) tools/write_docs.py
 
 .PHONY: bench
-bench: $(STAMP) ## every benchmark, on a quiet machine: 45 minutes (ARGS=--quick: 10)
+bench: $(STAMP) ## every benchmark, on a quiet machine (long; ARGS=--quick: shorter)
 	@echo "== transport"; $(PY) benchmarks/transport.py
 	@echo "== TLS, lanes, proofs"; $(PY) benchmarks/secured.py
 	@echo "== hand-off cost"; $(PY) benchmarks/handoff_cost.py $(ARGS)
@@ -110,7 +110,7 @@ bench: $(STAMP) ## every benchmark, on a quiet machine: 45 minutes (ARGS=--quick
 	@echo "== disagg bench: agreement"; $(PY) benchmarks/bench_agreement.py $(ARGS)
 
 .PHONY: bench-report
-bench-report: $(STAMP) ## mixed beside separate on chat, RAG and code mixes, into docs/bench (quiet machine: 30 minutes)
+bench-report: $(STAMP) ## mixed beside separate on chat, RAG and code mixes, into docs/bench (quiet machine; long)
 	mkdir -p docs/bench
 	$(VENV)/bin/disagg bench compare $(MODEL) --report docs/bench/report.html $(ARGS) | tee docs/bench/report.txt
 	$(VENV)/bin/disagg bench phases $(MODEL) | tee docs/bench/phases.txt
