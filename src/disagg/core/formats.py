@@ -8,7 +8,7 @@ class Weights(enum.StrEnum):
 
     FP32 = "fp32"
     FP16 = "fp16"
-    INT8 = "int8"  # with a scale per output and 32 inputs; inputs become 16-bit integers
+    INT8 = "int8"  # with a scale per output and 64 inputs (32 in the head); inputs become 16-bit integers
 
 
 class KvDtype(enum.StrEnum):

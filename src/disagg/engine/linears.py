@@ -10,7 +10,7 @@ from torch.nn import functional
 from disagg.core.errors import ConfigurationError
 from disagg.core.formats import Weights
 from disagg.engine.invariance import NO_LIMIT, RowRule, find_row_rule
-from disagg.engine.native.library import INT8_PANEL, PANEL, NativeLibrary, pack_bias, pack_int8, pack_panels
+from disagg.engine.native.library import FINE_GROUP, GROUP, INT8_PANEL, PANEL, NativeLibrary, pack_bias, pack_panels
 
 _log = logging.getLogger(__name__)
 
@@ -44,23 +44,22 @@ class PackedLinear:
 
 
 class Int8Linear:
-    """Weights as int8 with a scale per output and 32 inputs; rows of x become 16-bit integers in the same groups.
+    """Weights as int8 with a scale per output and group of inputs; rows of x become 16-bit integers in the same groups.
 
     Sums within a group are exact integers. So a row's result depends on nothing but the row.
     """
 
-    def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None, group: int) -> None:
         self._library = library
-        self._num_outputs = weight.shape[0]
-        self._weights, self._scales = pack_int8(weight)
+        self._matrix = library.pack_int8(weight, group)
         self._bias = pack_bias(bias, INT8_PANEL)
 
     @property
     def num_bytes(self) -> int:
-        return self._weights.nbytes + self._scales.nbytes
+        return self._matrix.values.nbytes + self._matrix.scales.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._library.product_int8(x, self._weights, self._scales, self._bias, self._num_outputs)
+        return self._library.product_int8(x, self._matrix, self._bias)
 
 
 class TorchLinear:
@@ -129,12 +128,15 @@ class LinearMaker:
         """In which float type weights are best given to make()."""
         return torch.float16 if self._kind is Weights.FP16 else torch.float32
 
-    def make(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """weight [num_outputs, num_inputs], bias [num_outputs]."""
+    def make(self, weight: Tensor, bias: Tensor | None = None, *, is_head: bool = False) -> Linear:
+        """weight [num_outputs, num_inputs], bias [num_outputs]. is_head: what it gives are scores, no layer follows.
+
+        As int8 the errors of a head are all seen, and only rows that sample pay for it: its groups are finer.
+        """
         if self._library is None:
             return self._torch_linear(weight, bias)
         if self._kind is Weights.INT8:
-            return Int8Linear(self._library, weight, bias)
+            return Int8Linear(self._library, weight, bias, FINE_GROUP if is_head else GROUP)
         return PackedLinear(self._library, weight, bias, self.read_as)
 
     def _torch_linear(self, weight: Tensor, bias: Tensor | None) -> TorchLinear:

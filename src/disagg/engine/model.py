@@ -62,7 +62,7 @@ class Llama:
         self._layers = [self._load_layer(index) for index in range(config.num_layers)]
         self._norm = weights.take("model.norm.weight", hidden).to(device)
         head = self._embedding if config.tie_embeddings else self._take_matrix(["lm_head.weight"], [(vocab, hidden)])
-        self._head = linears.make(head)
+        self._head = linears.make(head, is_head=True)
 
     def _take_matrix(self, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> Tensor:
         """Matrices below each other, in the float type that suits the linears."""

@@ -31,10 +31,12 @@ bool try_enable() {
 }
 
 // Tiles 0 to 3 are sums, 4 and 5 coarse and fine rows, 6 and 7 weights of two panels.
-static constexpr TileShapes shapes = {
-    1, 0, {}, {64, 64, 64, 64, GROUP, GROUP, 64, 64}, {16, 16, 16, 16, 16, 16, GROUP / 4, GROUP / 4}};
+template <int64_t SIZE>
+constexpr TileShapes shapes = {
+    1, 0, {}, {64, 64, 64, 64, SIZE, SIZE, 64, 64}, {16, 16, 16, 16, 16, 16, SIZE / 4, SIZE / 4}};
 
-static void quantize(const Int8Product &p, const QuantizedRows &x) {
+template <int64_t SIZE>
+static void quantize(const Int8Product &p, const QuantizedRows<SIZE> &x) {
 #pragma omp parallel for num_threads(num_threads) schedule(static)
     for (int64_t r = 0; r < x.rows; r++) {
         if (r < p.rows) {
@@ -47,6 +49,7 @@ static void quantize(const Int8Product &p, const QuantizedRows &x) {
 }
 
 // Sums of one group for ROWS rows and two panels: [coarse, fine][panel][16][16].
+template <int64_t SIZE>
 static inline void group_sums(const int8_t *x, int64_t row_bytes, const int8_t *first, const int8_t *second, int32_t *sums) {
     _tile_zero(0);
     _tile_zero(1);
@@ -57,7 +60,7 @@ static inline void group_sums(const int8_t *x, int64_t row_bytes, const int8_t *
     _tile_dpbssd(0, 4, 6);
     _tile_loadd(7, second, 64);
     _tile_dpbssd(1, 4, 7);
-    _tile_loadd(5, x + GROUP, row_bytes);
+    _tile_loadd(5, x + SIZE, row_bytes);
     _tile_dpbssd(2, 5, 6);
     _tile_dpbssd(3, 5, 7);
     _tile_stored(0, sums, 64);
@@ -94,10 +97,11 @@ static inline void add_groups(const int32_t *sums, const float *row_scales, int6
 }
 
 // Rows [row, row + ROWS) and the panels n and n + 1.
-static void block(const Int8Product &p, const QuantizedRows &x, int64_t row, int64_t n) {
+template <int64_t SIZE>
+static void block(const Int8Product &p, const QuantizedRows<SIZE> &x, int64_t row, int64_t n) {
     alignas(64) int32_t sums[2][TOGETHER * 4 * TILE];
     alignas(64) float out[ROWS * COLUMNS];
-    int64_t groups = x.groups, panel_bytes = groups * GROUP * INT8_PANEL;
+    int64_t groups = x.groups, panel_bytes = groups * SIZE * INT8_PANEL;
     int64_t num_panels = (p.outputs + INT8_PANEL - 1) / INT8_PANEL, other = std::min(n + 1, num_panels - 1);
     int64_t columns = std::min(COLUMNS, p.outputs - n * INT8_PANEL);
     for (int64_t r = 0; r < ROWS; r++)
@@ -107,8 +111,8 @@ static void block(const Int8Product &p, const QuantizedRows &x, int64_t row, int
     const float *scales = p.scales + n * groups * INT8_PANEL, *others = p.scales + other * groups * INT8_PANEL;
     auto multiply = [&](int64_t begin) {
         for (int64_t g = begin; g < std::min(begin + TOGETHER, groups); g++)
-            group_sums(x.at(row, g), x.row_bytes(), first + g * GROUP * INT8_PANEL, second + g * GROUP * INT8_PANEL,
-                       sums[begin / TOGETHER % 2] + (g - begin) * 4 * TILE);
+            group_sums<SIZE>(x.at(row, g), x.row_bytes(), first + g * SIZE * INT8_PANEL, second + g * SIZE * INT8_PANEL,
+                             sums[begin / TOGETHER % 2] + (g - begin) * 4 * TILE);
     };
     multiply(0);
     for (int64_t g = 0; g < groups; g += TOGETHER) {
@@ -126,20 +130,21 @@ static void block(const Int8Product &p, const QuantizedRows &x, int64_t row, int
         std::memcpy(p.y + (row + r) * p.outputs + n * INT8_PANEL, out + r * COLUMNS, columns * sizeof(float));
 }
 
-void product_int8(const Int8Product &p) {
+template <int64_t SIZE>
+static void product_int8_in(const Int8Product &p) {
     thread_local Scratch<int8_t> values;
     thread_local Scratch<float> row_scales;
-    int64_t groups = (p.inputs + GROUP - 1) / GROUP, num_panels = (p.outputs + INT8_PANEL - 1) / INT8_PANEL;
+    int64_t groups = (p.inputs + SIZE - 1) / SIZE, num_panels = (p.outputs + INT8_PANEL - 1) / INT8_PANEL;
     int64_t rows = (p.rows + ROWS - 1) / ROWS * ROWS, num_pairs = (num_panels + 1) / 2;
-    QuantizedRows x{rows, groups, values.take(rows * groups * 2 * GROUP), row_scales.take(rows * groups), nullptr};
+    QuantizedRows<SIZE> x{rows, groups, values.take(rows * groups * 2 * SIZE), row_scales.take(rows * groups), nullptr};
     quantize(p, x);
     // Panels of one job stay in the second cache while the rows pass by; a row's results lie side by side.
     int64_t fair = (num_pairs + 2 * num_threads - 1) / (2 * num_threads);
-    int64_t step = std::max<int64_t>(1, std::min(BLOCK_BYTES / (2 * groups * GROUP * INT8_PANEL), fair));
+    int64_t step = std::max<int64_t>(1, std::min(BLOCK_BYTES / (2 * groups * SIZE * INT8_PANEL), fair));
     int64_t num_jobs = (num_pairs + step - 1) / step;
 #pragma omp parallel num_threads(num_threads)
     {
-        shape_tiles(shapes);
+        shape_tiles(shapes<SIZE>);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t job = 0; job < num_jobs; job++)
             for (int64_t row = 0; row < p.rows; row += ROWS)
@@ -147,6 +152,10 @@ void product_int8(const Int8Product &p) {
                     block(p, x, row, 2 * pair);
         _tile_release();
     }
+}
+
+void product_int8(const Int8Product &p) {
+    p.group == GROUP ? product_int8_in<GROUP>(p) : product_int8_in<FINE_GROUP>(p);
 }
 
 }  // namespace amx

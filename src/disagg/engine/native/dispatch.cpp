@@ -56,11 +56,15 @@ void disagg_product(int is_half, int is_split, int64_t rows, int64_t inputs, int
         is_half ? kernels().product_f16(p) : kernels().product_f32(p);
 }
 
-void disagg_product_int8(int64_t rows, int64_t inputs, int64_t outputs, const float *x, const int8_t *weights,
+void disagg_product_int8(int64_t group, int64_t rows, int64_t inputs, int64_t outputs, const float *x, const int8_t *weights,
                          const float *scales, const float *bias, float *y) {
     if (rows < 1) return;
-    Int8Product p{rows, inputs, outputs, x, weights, scales, bias, y};
+    Int8Product p{rows, inputs, outputs, group, x, weights, scales, bias, y};
     isa >= AMX && rows >= MIN_AMX_ROWS ? amx::product_int8(p) : kernels().product_int8(p);
+}
+
+void disagg_pack_int8(int64_t group, int64_t outputs, int64_t inputs, const float *from, int8_t *weights, float *scales) {
+    kernels().pack_int8(Int8Packing{outputs, inputs, group, from, weights, scales});
 }
 
 void disagg_attend(int is_half, int64_t num_sequences, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,

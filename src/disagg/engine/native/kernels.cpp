@@ -4,6 +4,7 @@
 // order of the inputs, sums over keys in order of position in fixed tiles, and integer sums are exact.
 
 #include "int8_rows.h"
+#include "int8_weights.h"
 #include "kernels.h"
 #include "scratch.h"
 #include "simd.h"
@@ -192,21 +193,21 @@ constexpr int INT8_ROWS = 8;
 
 // Exact sums of one group: bytes of weights as unsigned (x + 128), so 128 times the sums of the
 // rows has to be taken off again. FINE * coarse + fine rounds once: both are exact as floats.
-template <int ROWS>
-static inline void group_sums(const int8_t *weights, const QuantizedRows &x, int64_t row, int64_t group, Vec *out) {
+template <int ROWS, int64_t SIZE>
+static inline void group_sums(const int8_t *weights, const QuantizedRows<SIZE> &x, int64_t row, int64_t group, Vec *out) {
     __m512i coarse[ROWS], fine[ROWS];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++) coarse[r] = fine[r] = _mm512_setzero_si512();
     const __m512i flip = _mm512_set1_epi8(-128);
 #pragma GCC unroll 4
-    for (int k = 0; k < GROUP / 4; k++) {
+    for (int k = 0; k < SIZE / 4; k++) {
         _mm_prefetch((const char *)weights + k * 64 + PREFETCH_BYTES, _MM_HINT_T0);
         __m512i w = _mm512_xor_si512(_mm512_loadu_si512(weights + k * 64), flip);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
             int32_t four[2];
             std::memcpy(&four[0], x.at(row + r, group) + k * 4, 4);
-            std::memcpy(&four[1], x.at(row + r, group) + GROUP + k * 4, 4);
+            std::memcpy(&four[1], x.at(row + r, group) + SIZE + k * 4, 4);
             coarse[r] = _mm512_dpbusd_epi32(coarse[r], w, _mm512_set1_epi32(four[0]));
             fine[r] = _mm512_dpbusd_epi32(fine[r], w, _mm512_set1_epi32(four[1]));
         }
@@ -233,19 +234,19 @@ static inline __m256 joined(__m256i coarse, __m256i fine) {
     return _mm256_fmadd_ps(_mm256_cvtepi32_ps(coarse), _mm256_set1_ps(float(FINE)), _mm256_cvtepi32_ps(fine));
 }
 
-template <int ROWS>
-static inline void group_sums(const int8_t *weights, const QuantizedRows &x, int64_t row, int64_t group, Vec *out) {
+template <int ROWS, int64_t SIZE>
+static inline void group_sums(const int8_t *weights, const QuantizedRows<SIZE> &x, int64_t row, int64_t group, Vec *out) {
     __m256i sums[ROWS][4];  // coarse and fine of the first eight columns, then of the others
     for (int r = 0; r < ROWS; r++)
         for (int i = 0; i < 4; i++) sums[r][i] = _mm256_setzero_si256();
-    for (int k = 0; k < GROUP / 4; k++) {
+    for (int k = 0; k < SIZE / 4; k++) {
         _mm_prefetch((const char *)weights + k * 64 + PREFETCH_BYTES, _MM_HINT_T0);
 #pragma GCC unroll 2
         for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) {
                 int32_t four;
-                std::memcpy(&four, x.at(row + r, group) + i % 2 * GROUP + k * 4, 4);
+                std::memcpy(&four, x.at(row + r, group) + i % 2 * SIZE + k * 4, 4);
                 __m256i w = _mm256_loadu_si256((const __m256i *)(weights + k * 64 + i / 2 * 32));
                 sums[r][i] = _mm256_add_epi32(sums[r][i], multiply_bytes(w, _mm256_set1_epi32(four)));
             }
@@ -255,13 +256,13 @@ static inline void group_sums(const int8_t *weights, const QuantizedRows &x, int
 
 #endif
 
-template <int ROWS>
-static void int8_tile(const QuantizedRows &x, int64_t row, const int8_t *weights, const float *scales, const float *bias,
+template <int ROWS, int64_t SIZE>
+static void int8_tile(const QuantizedRows<SIZE> &x, int64_t row, const int8_t *weights, const float *scales, const float *bias,
                       float *out) {
     Vec totals[ROWS], sums[ROWS];
     for (int r = 0; r < ROWS; r++) totals[r] = bias ? load(bias) : zero();
     for (int64_t g = 0; g < x.groups; g++) {
-        group_sums<ROWS>(weights + g * GROUP * INT8_PANEL, x, row, g, sums);
+        group_sums<ROWS>(weights + g * SIZE * INT8_PANEL, x, row, g, sums);
         Vec scale = load(scales + g * INT8_PANEL);
         for (int r = 0; r < ROWS; r++)
             totals[r] = fma(sums[r], mul(scale, splat(x.scales[(row + r) * x.groups + g])), totals[r]);
@@ -269,20 +270,21 @@ static void int8_tile(const QuantizedRows &x, int64_t row, const int8_t *weights
     for (int r = 0; r < ROWS; r++) store(out + r * INT8_PANEL, totals[r]);
 }
 
-template <int ROWS>
-static void int8_tile_of(int rows, const QuantizedRows &x, int64_t row, const int8_t *weights, const float *scales,
+template <int ROWS, int64_t SIZE>
+static void int8_tile_of(int rows, const QuantizedRows<SIZE> &x, int64_t row, const int8_t *weights, const float *scales,
                          const float *bias, float *out) {
     if (rows == ROWS) return int8_tile<ROWS>(x, row, weights, scales, bias, out);
     if constexpr (ROWS > 1) int8_tile_of<ROWS - 1>(rows, x, row, weights, scales, bias, out);
 }
 
-static void product_int8(const Int8Product &p) {
+template <int64_t SIZE>
+static void product_int8_in(const Int8Product &p) {
     thread_local Scratch<int8_t> values;
     thread_local Scratch<float> row_scales;
     thread_local Scratch<int32_t> row_sums;
-    int64_t groups = (p.inputs + GROUP - 1) / GROUP, num_panels = (p.outputs + INT8_PANEL - 1) / INT8_PANEL;
-    QuantizedRows x{p.rows, groups, values.take(p.rows * groups * 2 * GROUP), row_scales.take(p.rows * groups),
-                    row_sums.take(p.rows * groups * 2)};
+    int64_t groups = (p.inputs + SIZE - 1) / SIZE, num_panels = (p.outputs + INT8_PANEL - 1) / INT8_PANEL;
+    QuantizedRows<SIZE> x{p.rows, groups, values.take(p.rows * groups * 2 * SIZE), row_scales.take(p.rows * groups),
+                          row_sums.take(p.rows * groups * 2)};
     bool is_parallel = p.rows * p.inputs * p.outputs > MIN_PARALLEL;
 #pragma omp parallel for num_threads(num_threads) schedule(static) if (is_parallel && p.rows > 1)
     for (int64_t r = 0; r < p.rows; r++) quantize_row(p.x + r * p.inputs, p.inputs, x, r);
@@ -292,12 +294,16 @@ static void product_int8(const Int8Product &p) {
         int64_t columns = std::min(INT8_PANEL, p.outputs - n * INT8_PANEL);
         for (int64_t r = 0; r < p.rows; r += INT8_ROWS) {
             int rows = int(std::min<int64_t>(INT8_ROWS, p.rows - r));
-            int8_tile_of<INT8_ROWS>(rows, x, r, p.weights + n * groups * GROUP * INT8_PANEL,
+            int8_tile_of<INT8_ROWS>(rows, x, r, p.weights + n * groups * SIZE * INT8_PANEL,
                                     p.scales + n * groups * INT8_PANEL, p.bias ? p.bias + n * INT8_PANEL : nullptr, out);
             for (int i = 0; i < rows; i++)
                 std::memcpy(p.y + (r + i) * p.outputs + n * INT8_PANEL, out + i * INT8_PANEL, columns * sizeof(float));
         }
     }
+}
+
+static void product_int8(const Int8Product &p) {
+    p.group == GROUP ? product_int8_in<GROUP>(p) : product_int8_in<FINE_GROUP>(p);
 }
 
 // --- attention -------------------------------------------------------------------------------------------------------
@@ -588,8 +594,8 @@ static void rotate_store(const RotateStore &p) {
     }
 }
 
-const Kernels kernels = {product<float>,     product<uint16_t>,      product_int8, attend<float>, attend<uint16_t>,
-                         rotate_store<float>, rotate_store<uint16_t>, add_norm,     gate};
+const Kernels kernels = {product<float>,     product<uint16_t>,      product_int8,        pack_int8, attend<float>,
+                         attend<uint16_t>, rotate_store<float>, rotate_store<uint16_t>, add_norm,  gate};
 
 }  // namespace DISAGG_ISA
 }  // namespace disagg

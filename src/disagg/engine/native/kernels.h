@@ -9,7 +9,8 @@ extern int num_threads;  // of every parallel operation
 
 constexpr int64_t PANEL = 32;       // columns of a packed float matrix that lie together
 constexpr int64_t INT8_PANEL = 16;  // the same of an int8 matrix
-constexpr int64_t GROUP = 32;       // inputs that share one scale in an int8 matrix, and in the rows it is multiplied by
+constexpr int64_t GROUP = 64;       // inputs that share one scale in an int8 matrix, and in the rows it is multiplied by
+constexpr int64_t FINE_GROUP = 32;  // the same where accuracy counts most
 constexpr int32_t FINE = 254;       // fine steps in a coarse one, see QuantizedRows
 constexpr int64_t KEY_TILE = 64;    // keys that are scored together, at fixed positions of a sequence
 constexpr int64_t SEGMENT = 512;    // keys whose sums are formed apart and then merged
@@ -24,14 +25,22 @@ struct Product {
     float *y;
 };
 
-// The same with W as int8 [panel][group][GROUP / 4][INT8_PANEL][4] and scales [panel][group][INT8_PANEL].
+// The same with W as int8 [panel][group][group size / 4][INT8_PANEL][4] and scales [panel][group][INT8_PANEL].
 struct Int8Product {
-    int64_t rows, inputs, outputs;
+    int64_t rows, inputs, outputs, group;  // GROUP or FINE_GROUP
     const float *x;
     const int8_t *weights;
     const float *scales;
     const float *bias;
     float *y;
+};
+
+// W [outputs][inputs] into the form that Int8Product takes, scales chosen for the least squared error.
+struct Int8Packing {
+    int64_t outputs, inputs, group;
+    const float *from;
+    int8_t *weights;
+    float *scales;
 };
 
 // Attention of the rows of a step over the paged cache of one layer: keys and values [slot][kv_heads][head_dim].
@@ -63,6 +72,7 @@ struct Kernels {
     void (*product_f32)(const Product &);
     void (*product_f16)(const Product &);
     void (*product_int8)(const Int8Product &);
+    void (*pack_int8)(const Int8Packing &);
     void (*attend_f32)(const Attention &);
     void (*attend_f16)(const Attention &);
     void (*rotate_store_f32)(const RotateStore &);
@@ -86,15 +96,16 @@ void product_f32(const Product &);
 bool try_enable();  // asks the kernel; once per process
 }
 
-// Rows as whole numbers of 16 bits in two bytes: x = scale * (FINE * coarse + fine), one scale per group.
+// Rows as whole numbers of 16 bits in two bytes: x = scale * (FINE * coarse + fine), one scale per group of SIZE.
+template <int64_t SIZE>
 struct QuantizedRows {
     int64_t rows, groups;
-    int8_t *values;  // [row][group][coarse, fine][GROUP]
+    int8_t *values;  // [row][group][coarse, fine][SIZE]
     float *scales;   // [row][group]
     int32_t *sums;   // [row][group][coarse, fine]; null: not wanted
 
-    int8_t *at(int64_t row, int64_t group) const { return values + (row * groups + group) * 2 * GROUP; }
-    int64_t row_bytes() const { return groups * 2 * GROUP; }
+    int8_t *at(int64_t row, int64_t group) const { return values + (row * groups + group) * 2 * SIZE; }
+    int64_t row_bytes() const { return groups * 2 * SIZE; }
 };
 
 }  // namespace disagg

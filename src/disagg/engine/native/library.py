@@ -11,6 +11,7 @@ import enum
 import logging
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +24,15 @@ _log = logging.getLogger(__name__)
 
 PANEL = 32  # as in kernels.h
 INT8_PANEL = 16
-GROUP = 32
+GROUP, FINE_GROUP = 64, 32
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # as in malloc.h
 LARGEST_KEPT, KEPT_BYTES = 32 << 20, 256 << 20  # of one buffer: no more is allowed; of all
 
 _POINTER, _COUNT = c_void_p, c_int64
 _SIGNATURES = {
     "disagg_product": [c_int, c_int, *[_COUNT] * 3, *[_POINTER] * 4],
-    "disagg_product_int8": [*[_COUNT] * 3, *[_POINTER] * 5],
+    "disagg_product_int8": [*[_COUNT] * 4, *[_POINTER] * 5],
+    "disagg_pack_int8": [*[_COUNT] * 3, *[_POINTER] * 3],
     "disagg_attend": [c_int, *[_COUNT] * 5, *[_POINTER] * 3, _COUNT, *[_POINTER] * 3],
     "disagg_rotate_store": [c_int, *[_COUNT] * 4, *[_POINTER] * 7, c_float, *[_POINTER] * 2],
     "disagg_add_norm": [*[_COUNT] * 2, *[_POINTER] * 3, c_float, _POINTER],
@@ -47,6 +49,16 @@ class Isa(enum.IntEnum):
     AVX512 = 2
     AMX = 3
     AMX_BF16 = 4
+
+
+class Int8Matrix(NamedTuple):
+    """Weights as products read them: values int8 [panel, group, group size / 4, INT8_PANEL, 4], scales [panel, group,
+    INT8_PANEL] float32."""
+
+    num_outputs: int
+    group: int  # its size
+    values: Tensor
+    scales: Tensor
 
 
 class NativeLibrary:
@@ -101,11 +113,33 @@ class NativeLibrary:
         )
         return y
 
-    def product_int8(self, x: Tensor, weights: Tensor, scales: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
-        """x [M, K] times int8 weights (pack_int8) -> [M, num_outputs], float32."""
-        y = torch.empty(x.shape[0], num_outputs)
+    def pack_int8(self, weight: Tensor, group: int) -> Int8Matrix:
+        """weight [num_outputs, num_inputs] float32. group: GROUP or FINE_GROUP inputs share a scale.
+
+        The scale of a group is the one of a few that gives the least squared error; values are rounded to nearest.
+        """
+        num_outputs, num_inputs = weight.shape
+        num_panels, num_groups = -(-num_outputs // INT8_PANEL), -(-num_inputs // group)
+        values = torch.empty(num_panels, num_groups, group // 4, INT8_PANEL, 4, dtype=torch.int8)
+        scales = torch.empty(num_panels, num_groups, INT8_PANEL)
+        weight = weight.contiguous()
+        self._library.disagg_pack_int8(
+            group, num_outputs, num_inputs, weight.data_ptr(), values.data_ptr(), scales.data_ptr()
+        )
+        return Int8Matrix(num_outputs, group, values, scales)
+
+    def product_int8(self, x: Tensor, matrix: Int8Matrix, bias: Tensor | None) -> Tensor:
+        """x [M, K] times int8 weights -> [M, num_outputs], float32."""
+        y = torch.empty(x.shape[0], matrix.num_outputs)
         self._library.disagg_product_int8(
-            *x.shape, num_outputs, x.data_ptr(), weights.data_ptr(), scales.data_ptr(), _pointer(bias), y.data_ptr()
+            matrix.group,
+            *x.shape,
+            matrix.num_outputs,
+            x.data_ptr(),
+            matrix.values.data_ptr(),
+            matrix.scales.data_ptr(),
+            _pointer(bias),
+            y.data_ptr(),
         )
         return y
 
@@ -236,20 +270,3 @@ def pack_bias(bias: Tensor | None, panel: int) -> Tensor | None:
     packed = torch.zeros(-(-len(bias) // panel) * panel)
     packed[: len(bias)] = bias
     return packed
-
-
-def pack_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """[num_outputs, num_inputs] -> int8 [panel, group, GROUP / 4, INT8_PANEL, 4] and scales [panel, group, INT8_PANEL].
-
-    One scale per output and GROUP inputs, round to nearest: as Q8_0 files do.
-    """
-    num_outputs, num_inputs = weight.shape
-    num_panels, num_groups = -(-num_outputs // INT8_PANEL), -(-num_inputs // GROUP)
-    padded = torch.zeros(num_panels * INT8_PANEL, num_groups * GROUP)
-    padded[:num_outputs, :num_inputs] = weight
-    grouped = padded.view(num_panels, INT8_PANEL, num_groups, GROUP)
-    scales = grouped.abs().amax(-1) / 127.0
-    inverse = torch.where(scales > 0, 1.0 / scales, 0.0)
-    values = (grouped * inverse[..., None]).round().clamp(-127, 127).to(torch.int8)
-    packed = values.view(num_panels, INT8_PANEL, num_groups, GROUP // 4, 4).permute(0, 2, 3, 1, 4).contiguous()
-    return packed, scales.permute(0, 2, 1).contiguous()

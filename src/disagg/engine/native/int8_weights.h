@@ -1,0 +1,76 @@
+// Weights as int8: what a product of int8 weights reads. The same bits on every instruction set.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace DISAGG_ISA {
+
+constexpr int NUM_SCALES = 16;              // tried per group
+constexpr float FINEST = 127.45f;           // steps of the largest value with the first of them: it still rounds to 127
+constexpr float COARSEST = 102.0f;          // and with the last
+constexpr float SMALLEST_WEIGHT = 1e-30f;   // a group without a larger one is 0
+
+// Squared error of a group with so many steps in its largest value.
+template <int64_t SIZE>
+static inline float error_of(const float *from, float limit, float steps) {
+    Vec inverse = splat(steps / limit), scale = splat(limit / steps), total = zero();
+    for (int64_t i = 0; i < SIZE; i += LANES) {
+        Vec value = load(from + i);
+        Vec off = fnma(min(nearest(mul(value, inverse)), splat(127.0f)), scale, value);
+        total = fma(off, off, total);
+    }
+    return sum(total);
+}
+
+// A group as whole numbers; returns its scale. Not the largest value's place on the grid counts but the sum of squares:
+// values that came from a coarser grid often fall onto a finer one.
+template <int64_t SIZE>
+static inline float quantize_group(const float *from, int8_t *out) {
+    Vec most = zero();
+    for (int64_t i = 0; i < SIZE; i += LANES) most = max(most, absolute(load(from + i)));
+    float limit = largest(most);
+    if (!(limit > SMALLEST_WEIGHT)) {
+        std::memset(out, 0, SIZE);
+        return 0.0f;
+    }
+    float best = FINEST, least = error_of<SIZE>(from, limit, FINEST);
+    for (int i = 1; i < NUM_SCALES; i++) {
+        float steps = FINEST - i * ((FINEST - COARSEST) / (NUM_SCALES - 1)), error = error_of<SIZE>(from, limit, steps);
+        if (error < least) least = error, best = steps;
+    }
+    Vec inverse = splat(best / limit);
+    for (int64_t i = 0; i < SIZE; i += LANES)
+        store_bytes(out + i, max(min(nearest(mul(load(from + i), inverse)), splat(127.0f)), splat(-127.0f)));
+    return limit / best;
+}
+
+template <int64_t SIZE>
+static void pack_int8_in(const disagg::Int8Packing &p) {
+    using disagg::INT8_PANEL, disagg::num_threads;
+    int64_t groups = (p.inputs + SIZE - 1) / SIZE, num_panels = (p.outputs + INT8_PANEL - 1) / INT8_PANEL;
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+    for (int64_t n = 0; n < num_panels; n++)
+        for (int64_t g = 0; g < groups; g++) {
+            int8_t *panel = p.weights + (n * groups + g) * SIZE * INT8_PANEL;
+            for (int64_t c = 0; c < INT8_PANEL; c++) {
+                float part[SIZE] = {};
+                int8_t values[SIZE];
+                int64_t output = n * INT8_PANEL + c;
+                if (output < p.outputs)
+                    std::memcpy(part, p.from + output * p.inputs + g * SIZE,
+                                std::min(SIZE, p.inputs - g * SIZE) * sizeof(float));
+                p.scales[(n * groups + g) * INT8_PANEL + c] = quantize_group<SIZE>(part, values);
+                for (int64_t k = 0; k < SIZE / 4; k++) std::memcpy(panel + (k * INT8_PANEL + c) * 4, values + 4 * k, 4);
+            }
+        }
+}
+
+static void pack_int8(const disagg::Int8Packing &p) {
+    p.group == disagg::GROUP ? pack_int8_in<disagg::GROUP>(p) : pack_int8_in<disagg::FINE_GROUP>(p);
+}
+
+}  // namespace DISAGG_ISA
