@@ -9,7 +9,7 @@
 Each client asks again as soon as its answer is over, `requests` times a round; all servers stay up, one is asked at a
 time, in an order that rotates. No two prompts share a beginning. The clients share the cores with whoever runs.
 
-TTFT  request sent -> token 1        gap  time between two tokens of one answer, over all answers
+TTFT  request sent -> token 1        gap  time between two tokens of one answer, over all answers whose every token has text
 """
 
 import argparse
@@ -64,7 +64,7 @@ class Seen(msgspec.Struct):
     requests_per_s: list[float] = []
     ttft_ms: list[float] = []
     gaps_ms: list[float] = []
-    num_unseen_tokens: int = 0  # counted by the server, without text of their own
+    num_without_gaps: int = 0  # answers with a token without text of its own: a gap there would hold two
 
 
 @contextlib.contextmanager
@@ -120,8 +120,10 @@ async def ask(url: str, load: Load, num_requests: int, seen: Seen) -> None:
         if stream.usage.completion_tokens != load.answer_tokens:
             raise SystemExit(f"{url}: an answer of {stream.usage.completion_tokens} tokens, not {load.answer_tokens}")
         seen.ttft_ms.append(1e3 * (stream.token_s[0] - stream.sent_s))
-        seen.gaps_ms += [1e3 * (after - before) for before, after in itertools.pairwise(stream.token_s)]
-        seen.num_unseen_tokens += load.answer_tokens - len(stream.token_s)
+        if len(stream.token_s) == load.answer_tokens:
+            seen.gaps_ms += [1e3 * (after - before) for before, after in itertools.pairwise(stream.token_s)]
+        else:
+            seen.num_without_gaps += 1
 
 
 def measure(urls: dict[str, str], load: Load, args: argparse.Namespace) -> dict[str, Seen]:
@@ -157,8 +159,8 @@ def show(found: dict[str, Seen]) -> dict[str, object]:
         }
         shown = "".join(f"{value:13.2f}" if value < 10 else f"{value:13.1f}" for value in values.values())
         print(f"{name:16}{shown}")
-        if seen.num_unseen_tokens:
-            print(f"{'':16}{seen.num_unseen_tokens} tokens came without text of their own: some gaps hold two")
+        if seen.num_without_gaps:
+            print(f"{'':16}gaps of {seen.num_without_gaps} answers are left out: a token there had no text of its own")
         figures[name] = values
     rates = {name: statistics.median(seen.requests_per_s) for name, seen in found.items()}
     for ours, theirs in itertools.product(SIDES, (name for name in rates if name not in SIDES)):
