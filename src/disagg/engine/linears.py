@@ -10,7 +10,7 @@ from torch.nn import functional
 from disagg.core.errors import ConfigurationError
 from disagg.core.formats import Weights
 from disagg.engine.invariance import NO_LIMIT, RowRule, find_row_rule
-from disagg.engine.native.library import FINE_GROUP, GROUP, INT8_PANEL, PANEL, NativeLibrary, pack_bias, pack_panels
+from disagg.engine.native.library import FINE_GROUP, GROUP, INT8_PANEL, PANEL, NativeLibrary, pack_bias
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class PackedLinear:
     def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self._library = library
         self._num_outputs = weight.shape[0]
-        self._weights = pack_panels(weight, dtype)
+        self._weights = library.pack(weight, dtype)
         self._bias = pack_bias(bias, PANEL)
 
     @property

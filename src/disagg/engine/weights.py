@@ -18,7 +18,7 @@ from torch import Tensor
 
 from disagg.core.errors import ModelLoadError
 from disagg.modelfiles.config import ModelConfig
-from disagg.modelfiles.gguf_file import GgufFile
+from disagg.modelfiles.gguf_file import GgufFile, open_gguf
 
 # GGUF's names of tensors outside and inside the layers -> Hugging Face's.
 _GGUF_NAMES = {
@@ -106,7 +106,7 @@ def load_weights(path: Path, config: ModelConfig) -> WeightTable:
     """Weights of the model at `path` (directory or GGUF file). Files are mapped; tensors are read later."""
     if path.is_dir():
         return WeightTable(_read_safetensors(path), path)
-    return WeightTable(_read_gguf(GgufFile(path), config), path)
+    return WeightTable(_read_gguf(open_gguf(path), config), path)
 
 
 class _SafeTensor(NamedTuple):

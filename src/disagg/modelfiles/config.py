@@ -8,7 +8,7 @@ import msgspec
 
 from disagg.core.errors import ModelLoadError, NotNative
 from disagg.core.spans import KvLayout
-from disagg.modelfiles.gguf_file import GgufFile, is_gguf
+from disagg.modelfiles.gguf_file import GgufFile, is_gguf, open_gguf
 from disagg.modelfiles.rope_scaling import KINDS, RopeFactors, RopeScaling, rope_factors
 
 # What config.json calls a model -> what it is here.
@@ -151,7 +151,7 @@ def read_config(path: Path) -> ModelConfig:
         return _checked(_read_hf(path / "config.json"), path)
     if not is_gguf(path):
         raise ModelLoadError(f"{path} is not a model; give a directory with config.json, or a GGUF file")
-    return _checked(_read_gguf(GgufFile(path)), path)
+    return _checked(_read_gguf(open_gguf(path)), path)
 
 
 def _read_hf(path: Path) -> ModelConfig:

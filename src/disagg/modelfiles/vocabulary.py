@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from disagg.core.errors import ModelLoadError
-from disagg.modelfiles.gguf_file import GgufFile, Value, is_gguf
+from disagg.modelfiles.gguf_file import Value, is_gguf, open_gguf
 from disagg.modelfiles.sentencepiece import merges_of_scores
 
 # Special tokens that end a turn or a text in the published chat formats. Where a vocabulary marks one of them as
@@ -74,7 +74,7 @@ def read_vocabulary(path: Path) -> Vocabulary:
         raise ModelLoadError(f"{path} does not exist; give a model folder or a GGUF file")
     if not is_gguf(path):
         raise ModelLoadError(f"{path} is neither a folder nor a GGUF file; give one of the two")
-    return _read_gguf(path, GgufFile(path).fields)
+    return _read_gguf(path, open_gguf(path).fields)
 
 
 # Hugging Face folders

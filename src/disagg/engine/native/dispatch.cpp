@@ -63,6 +63,11 @@ void disagg_product_int8(int64_t group, int64_t rows, int64_t inputs, int64_t ou
     isa >= AMX && rows >= MIN_AMX_ROWS ? amx::product_int8(p) : kernels().product_int8(p);
 }
 
+void disagg_pack(int is_half, int64_t outputs, int64_t inputs, const void *from, void *weights) {
+    Packing p{outputs, inputs, from, weights};
+    is_half ? kernels().pack_f16(p) : kernels().pack_f32(p);
+}
+
 void disagg_pack_int8(int64_t group, int64_t outputs, int64_t inputs, const float *from, int8_t *weights, float *scales) {
     kernels().pack_int8(Int8Packing{outputs, inputs, group, from, weights, scales});
 }

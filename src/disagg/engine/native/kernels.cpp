@@ -4,8 +4,8 @@
 // order of the inputs, sums over keys in order of position in fixed tiles, and integer sums are exact.
 
 #include "int8_rows.h"
-#include "int8_weights.h"
 #include "kernels.h"
+#include "packing.h"
 #include "scratch.h"
 #include "simd.h"
 
@@ -594,8 +594,9 @@ static void rotate_store(const RotateStore &p) {
     }
 }
 
-const Kernels kernels = {product<float>,     product<uint16_t>,      product_int8,        pack_int8, attend<float>,
-                         attend<uint16_t>, rotate_store<float>, rotate_store<uint16_t>, add_norm,  gate};
+const Kernels kernels = {
+    product<float>, product<uint16_t>, product_int8,        pack<float>,            pack<uint16_t>, pack_int8,
+    attend<float>,  attend<uint16_t>,  rotate_store<float>, rotate_store<uint16_t>, add_norm,       gate};
 
 }  // namespace DISAGG_ISA
 }  // namespace disagg

@@ -35,6 +35,13 @@ struct Int8Product {
     float *y;
 };
 
+// W [outputs][inputs] into the form that Product takes, of the same type.
+struct Packing {
+    int64_t outputs, inputs;
+    const void *from;
+    void *weights;
+};
+
 // W [outputs][inputs] into the form that Int8Product takes, scales chosen for the least squared error.
 struct Int8Packing {
     int64_t outputs, inputs, group;
@@ -72,6 +79,8 @@ struct Kernels {
     void (*product_f32)(const Product &);
     void (*product_f16)(const Product &);
     void (*product_int8)(const Int8Product &);
+    void (*pack_f32)(const Packing &);
+    void (*pack_f16)(const Packing &);
     void (*pack_int8)(const Int8Packing &);
     void (*attend_f32)(const Attention &);
     void (*attend_f16)(const Attention &);

@@ -32,6 +32,7 @@ _POINTER, _COUNT = c_void_p, c_int64
 _SIGNATURES = {
     "disagg_product": [c_int, c_int, *[_COUNT] * 3, *[_POINTER] * 4],
     "disagg_product_int8": [*[_COUNT] * 4, *[_POINTER] * 5],
+    "disagg_pack": [c_int, *[_COUNT] * 2, *[_POINTER] * 2],
     "disagg_pack_int8": [*[_COUNT] * 3, *[_POINTER] * 3],
     "disagg_attend": [c_int, *[_COUNT] * 5, *[_POINTER] * 3, _COUNT, *[_POINTER] * 3],
     "disagg_rotate_store": [c_int, *[_COUNT] * 4, *[_POINTER] * 7, c_float, *[_POINTER] * 2],
@@ -98,7 +99,7 @@ class NativeLibrary:
         self._library.disagg_set_num_threads(num_threads)
 
     def product(self, x: Tensor, weights: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
-        """x [M, K] times packed weights (pack_panels) -> [M, num_outputs], float32. bias is padded to whole panels."""
+        """x [M, K] times packed weights -> [M, num_outputs], float32. bias is padded to whole panels."""
         y = torch.empty(x.shape[0], num_outputs)
         is_half = weights.dtype == torch.float16
         self._library.disagg_product(
@@ -112,6 +113,15 @@ class NativeLibrary:
             y.data_ptr(),
         )
         return y
+
+    def pack(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """weight [num_outputs, num_inputs] -> [panel, num_inputs, PANEL] as dtype, float32 or float16."""
+        num_outputs, num_inputs = weight.shape
+        weight = weight.to(dtype).contiguous()
+        packed = torch.empty(-(-num_outputs // PANEL), num_inputs, PANEL, dtype=dtype)
+        is_half = dtype == torch.float16
+        self._library.disagg_pack(is_half, num_outputs, num_inputs, weight.data_ptr(), packed.data_ptr())
+        return packed
 
     def pack_int8(self, weight: Tensor, group: int) -> Int8Matrix:
         """weight [num_outputs, num_inputs] float32. group: GROUP or FINE_GROUP inputs share a scale.
@@ -252,15 +262,6 @@ def choose_library(kernels: Kernels, device: torch.device) -> NativeLibrary | No
     if kernels in (Kernels.NATIVE, Kernels.PORTABLE) and library is None:
         raise ConfigurationError("native kernels are not here: they need an x86-64 CPU with AVX2 and a C++ compiler")
     return library.portable() if library is not None and kernels is Kernels.PORTABLE else library
-
-
-def pack_panels(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[num_outputs, num_inputs] -> [panel, num_inputs, PANEL] as dtype, float32 or float16."""
-    num_outputs, num_inputs = weight.shape
-    num_panels = -(-num_outputs // PANEL)
-    packed = torch.zeros(num_panels * PANEL, num_inputs, dtype=dtype)
-    packed[:num_outputs] = weight
-    return packed.view(num_panels, PANEL, num_inputs).transpose(1, 2).contiguous()
 
 
 def pack_bias(bias: Tensor | None, panel: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-// Weights as int8: what a product of int8 weights reads. The same bits on every instruction set.
+// Weights in the forms that products read. The same bits on every instruction set.
 #pragma once
 
 #include "kernels.h"
@@ -8,6 +8,31 @@
 #include <cstring>
 
 namespace DISAGG_ISA {
+
+// A panel, LANES outputs and LANES inputs at a time.
+template <class Weight>
+static void pack(const disagg::Packing &p) {
+    using disagg::PANEL, disagg::num_threads;
+    const Weight *from = static_cast<const Weight *>(p.from);
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+    for (int64_t n = 0; n < (p.outputs + PANEL - 1) / PANEL; n++) {
+        Weight *panel = static_cast<Weight *>(p.weights) + n * p.inputs * PANEL;
+        for (int64_t first = 0; first < PANEL; first += LANES)
+            for (int64_t k = 0; k < p.inputs; k += LANES) {
+                Vec rows[LANES];
+                float turned[LANES * LANES];
+                for (int64_t i = 0; i < LANES; i++) {
+                    int64_t output = n * PANEL + first + i, present = output < p.outputs ? std::min<int64_t>(LANES, p.inputs - k) : 0;
+                    Weight part[LANES] = {};
+                    if (present < LANES && present > 0) std::memcpy(part, from + output * p.inputs + k, present * sizeof(Weight));
+                    rows[i] = load(present < LANES ? part : from + output * p.inputs + k);
+                }
+                transpose(rows, turned, LANES);
+                for (int64_t i = 0; i < std::min<int64_t>(LANES, p.inputs - k); i++)
+                    store(panel + (k + i) * PANEL + first, load(turned + i * LANES));
+            }
+    }
+}
 
 constexpr int NUM_SCALES = 16;              // tried per group
 constexpr float FINEST = 127.45f;           // steps of the largest value with the first of them: it still rounds to 127
