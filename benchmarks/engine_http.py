@@ -9,7 +9,7 @@
 Each client asks again as soon as its answer is over, `requests` times a round; all servers stay up, one is asked at a
 time, in an order that rotates. No two prompts share a beginning. The clients share the cores with whoever runs.
 
-TTFT  request sent -> token 1        gap  time between two tokens of one answer, over all answers whose every token has text
+TTFT  request sent -> token 1        gap  time between two tokens of one answer, where all its tokens have text
 """
 
 import argparse
