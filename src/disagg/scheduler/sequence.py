@@ -48,6 +48,7 @@ class Sequence:
         "root",
         "source",
         "spec",
+        "sure_length",
         "task",
     )
 
@@ -76,6 +77,9 @@ class Sequence:
         self.hashes: list[BlockHash] = []
         self.answer_ids = list(emitted_ids)
         self.needs_history = spec.sampling.needs_history
+        # Tokens that its answer gets whatever they are; 0 where each of them decides about the next.
+        is_open = self.needs_history or spec.sampling.stop_token_ids or spec.sampling.grammar is not None
+        self.sure_length = 0 if is_open else spec.sampling.max_tokens
         self.num_to_read = len(spec.prompt_ids) + len(emitted_ids)
         self.num_computed = 0
         self.num_cached = 0
@@ -119,14 +123,6 @@ class Sequence:
     def needs_prompt_logprobs(self) -> bool:
         """Whether they are wanted and not out yet: they go with the answer's first token."""
         return self.spec.sampling.num_prompt_logprobs is not None and not self.answer_ids
-
-    @property
-    def num_sure_tokens(self) -> int:
-        """How many more tokens its answer gets whatever they are; 1 where each decides about the next."""
-        sampling = self.spec.sampling
-        if self.needs_history or sampling.stop_token_ids or sampling.grammar is not None:
-            return 1
-        return sampling.max_tokens - len(self.answer_ids)
 
     @property
     def max_cached_tokens(self) -> int:
