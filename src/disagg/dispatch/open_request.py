@@ -20,7 +20,7 @@ class Choice:
 
     def __init__(self, spec: SequenceSpec, now_s: float) -> None:
         self.entry = JournalEntry(spec)
-        self.machine = Machine(CHOICE_TABLE, str(spec.sequence_id))
+        self.machine = Machine(CHOICE_TABLE, spec.sequence_id)
         self.placement: Placement | None = None
         self.attempt = 0
         self.unplaced_since_s = now_s

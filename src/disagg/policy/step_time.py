@@ -158,7 +158,6 @@ class StepTimes:
         """Least squares over costs of 0 or more, held near the last ones where the data say nothing."""
         last = msgspec.structs.astuple(self.costs)
         holds = [INERTIA / max(scale, old) ** 2 for scale, old in zip(self._scales, last, strict=True)]
-        # What each coefficient would be if it alone counted: its moment and what holds it, over its own weight.
         held = [hold * old for hold, old in zip(holds, last, strict=True)]
         (a0, b0, c0, d0, e0), (a1, b1, c1, d1, e1), (a2, b2, c2, d2, e2), *rest = self._gram
         (a3, b3, c3, d3, e3), (a4, b4, c4, d4, e4) = rest
@@ -167,9 +166,9 @@ class StepTimes:
         h0, h1, h2, h3, h4 = held
         u, v, w, x, y = last
         for _ in range(SWEEPS):  # written out, since it is done after every step
-            u = max(0.0, (m0 - (a0 * u + b0 * v + c0 * w + d0 * x + e0 * y - a0 * u) + h0) / own0)
-            v = max(0.0, (m1 - (a1 * u + b1 * v + c1 * w + d1 * x + e1 * y - b1 * v) + h1) / own1)
-            w = max(0.0, (m2 - (a2 * u + b2 * v + c2 * w + d2 * x + e2 * y - c2 * w) + h2) / own2)
-            x = max(0.0, (m3 - (a3 * u + b3 * v + c3 * w + d3 * x + e3 * y - d3 * x) + h3) / own3)
-            y = max(0.0, (m4 - (a4 * u + b4 * v + c4 * w + d4 * x + e4 * y - e4 * y) + h4) / own4)
+            u = z if (z := (m0 - (a0 * u + b0 * v + c0 * w + d0 * x + e0 * y - a0 * u) + h0) / own0) > 0.0 else 0.0
+            v = z if (z := (m1 - (a1 * u + b1 * v + c1 * w + d1 * x + e1 * y - b1 * v) + h1) / own1) > 0.0 else 0.0
+            w = z if (z := (m2 - (a2 * u + b2 * v + c2 * w + d2 * x + e2 * y - c2 * w) + h2) / own2) > 0.0 else 0.0
+            x = z if (z := (m3 - (a3 * u + b3 * v + c3 * w + d3 * x + e3 * y - d3 * x) + h3) / own3) > 0.0 else 0.0
+            y = z if (z := (m4 - (a4 * u + b4 * v + c4 * w + d4 * x + e4 * y - e4 * y) + h4) / own4) > 0.0 else 0.0
         self.costs = StepCosts(u, v, w, x, y)
