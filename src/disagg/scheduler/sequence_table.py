@@ -6,6 +6,7 @@
     others    by state
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
@@ -22,14 +23,15 @@ _Listed = dict[int, Sequence]  # by arrival
 
 
 class SequenceTable:
-    """put() and take_out() are to be called around whatever changes the state of a sequence, set_blocks() for one that waits."""
+    """put() and take_out() go around whatever changes a sequence's state; set_blocks() is for one that waits."""
 
     def __init__(self) -> None:
         self._in_state: dict[SequenceState, _Listed] = {state: {} for state in SequenceState}
         self._waiting: dict[Task, _Listed] = {task: {} for task in Task}  # without blocks
         self._asking: _Listed = {}  # waiting, with blocks
         self._refused: _Listed = {}  # waiting, and there was no room at least once; in the order of the first time
-        self._streams: tuple[Sequence, ...] | None = None
+        self._order: list[tuple[int, int]] = []  # of streams: (-priority, arrival), ascending
+        self._streams: tuple[Sequence, ...] | None = None  # in that order, until one begins or ends
 
     def put(self, sequence: Sequence) -> None:
         """As it is now."""
@@ -38,6 +40,7 @@ class SequenceTable:
         if state is SequenceState.WAITING:
             self._list_waiting(sequence)
         elif state is SequenceState.DECODING:
+            insort(self._order, (-sequence.spec.priority, sequence.arrival))
             self._streams = None
 
     def take_out(self, sequence: Sequence) -> None:
@@ -47,6 +50,7 @@ class SequenceTable:
         if state is SequenceState.WAITING:
             self._unlist_waiting(sequence)
         elif state is SequenceState.DECODING:
+            del self._order[bisect_left(self._order, (-sequence.spec.priority, sequence.arrival))]
             self._streams = None
 
     def set_blocks(self, sequence: Sequence, blocks: tuple[BlockId, ...]) -> None:
@@ -102,8 +106,8 @@ class SequenceTable:
     def streams(self) -> tuple[Sequence, ...]:
         """Those that write answers: the higher priority first, then the older. Made anew when one begins or ends."""
         if self._streams is None:
-            decoding = self._in_state[SequenceState.DECODING].values()
-            self._streams = tuple(sorted(decoding, key=lambda each: (-each.spec.priority, each.arrival)))
+            decoding = self._in_state[SequenceState.DECODING]
+            self._streams = tuple([decoding[arrival] for _, arrival in self._order])
         return self._streams
 
     def would_overtake(self, sequence: Sequence, limit_s: float) -> bool:
@@ -134,5 +138,6 @@ class SequenceTable:
         since_s = [each.refused_since_s for each in self._refused.values()]
         if since_s != sorted(since_s):
             raise InternalFault("the refused are not listed in the order in which they were")
-        if self._streams is not None and {*self._streams} != {*self._in_state[SequenceState.DECODING].values()}:
-            raise InternalFault("the ordered streams are not those that decode")
+        decoding = self._in_state[SequenceState.DECODING].values()
+        if self.streams() != tuple(sorted(decoding, key=lambda each: (-each.spec.priority, each.arrival))):
+            raise InternalFault("the ordered streams are not those that decode, or not in their order")
