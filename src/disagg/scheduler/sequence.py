@@ -24,7 +24,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "_waiting_work",
+        "_work",
         "answer_ids",
         "arrival",
         "arrived_s",
@@ -87,7 +87,7 @@ class Sequence:
         self.num_committed = 0  # blocks
         self.num_expected = 0  # tokens found in the prefix index when it came: what is cached is known at admission
         self.prompt_logprobs: list[TokenLogprobs] = []  # so far, where they are wanted
-        self._waiting_work: PromptWork | None = None
+        self._work: PromptWork | None = None
         self.grammar_until_s: float | None = None  # while its grammar is prepared: for how long at most
         self.is_in_step = False
         self.is_counted = False  # among its tenant's open prompts
@@ -146,11 +146,10 @@ class Sequence:
     @property
     def prompt_work(self) -> PromptWork:
         """What is to be read here before the next token of the answer."""
-        if self.state is not SequenceState.WAITING:
-            return self._work_from(self.num_computed)
-        if self._waiting_work is None:  # many may wait, at every step
-            self._waiting_work = self._work_from(self.num_expected)
-        return self._waiting_work
+        position = self.num_expected if self.machine.state is SequenceState.WAITING else self.num_computed
+        if self._work is None or self._work.position != position:  # many wait, at every step, and few get on
+            self._work = self._work_from(position)
+        return self._work
 
     def _work_from(self, position: int) -> PromptWork:
         return PromptWork(
@@ -192,7 +191,7 @@ class Sequence:
         self.task = Task.WHOLE
         self.num_to_read = self.num_prompt_tokens + len(self.answer_ids)
         self.num_computed = self.num_cached = self.num_received = self.num_committed = self.num_expected = 0
-        self._waiting_work = None
+        self._work = None
         self.hashes.clear()
         self.destination = None
 
