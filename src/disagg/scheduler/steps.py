@@ -306,7 +306,10 @@ class Steps:
     def _write(self, sequence: Sequence, token: EmittedToken) -> None:
         """The next token of an answer that is written here."""
         sequence.answer_ids.append(token.token_id)
-        if finish_reason(sequence.spec.sampling, token.token_id, len(sequence.answer_ids)) is not None:
+        num_tokens = len(sequence.answer_ids)
+        if num_tokens < sequence.sure_length:
+            return
+        if finish_reason(sequence.spec.sampling, token.token_id, num_tokens) is not None:
             self._state.finish(sequence)
 
     def _count(self, duration_s: float) -> None:
