@@ -305,7 +305,13 @@ def test_the_ledger_agrees_with_a_set(start: int, num_tokens: int, num_layers: i
 
 
 GROUPED = st.builds(
-    Span, st.integers(0, 12), st.integers(0, 12), st.integers(-1, 4), st.integers(0, 5), st.integers(0, 6), st.integers(0, 8)
+    Span,
+    st.integers(0, 12),
+    st.integers(0, 12),
+    st.integers(-1, 4),
+    st.integers(0, 5),
+    st.integers(0, 6),
+    st.integers(0, 8),
 )
 
 

@@ -101,4 +101,3 @@ def _list(listed: dict[SequenceId, Choice], choice: Choice, *, is_in: bool) -> N
         listed[choice.sequence_id] = choice
     else:
         listed.pop(choice.sequence_id, None)
-

@@ -5,7 +5,6 @@ renewing, refusing and ending change no list. What has passed is taken out when 
 """
 
 import heapq
-from collections.abc import Callable
 
 from disagg.core.errors import InternalFault
 from disagg.core.ids import HandoffId

@@ -1,9 +1,9 @@
 """One worker's sequences by what they do and what they wait for, so that no event looks at all of them.
 
-    WAITING   for a peer's bytes   tasks DECODE, RECEIVE_PREFIX: they start nothing by themselves
-              for blocks here      the other tasks, by task
-              for a peer's answer  the same, with blocks of their own: room was asked for
-    others    by state
+WAITING   for a peer's bytes   tasks DECODE, RECEIVE_PREFIX: they start nothing by themselves
+          for blocks here      the other tasks, by task
+          for a peer's answer  the same, with blocks of their own: room was asked for
+others    by state
 """
 
 from bisect import bisect_left, insort

@@ -68,8 +68,7 @@ class Site:
         expected = {
             handoff_id
             for handoff_id in self.sequences
-            if self.sources[handoff_id].state in LEASED_SOURCE
-            and self.sources[handoff_id].lease_until_s <= self.now_s
+            if self.sources[handoff_id].state in LEASED_SOURCE and self.sources[handoff_id].lease_until_s <= self.now_s
         }
         due = self.leases.take_due(self.now_s)
         assert len(due) == len(expected)
