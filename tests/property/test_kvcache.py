@@ -302,3 +302,36 @@ def test_the_ledger_agrees_with_a_set(start: int, num_tokens: int, num_layers: i
             for layer in range(num_layers)
         )
         assert ledger.is_complete == is_complete
+
+
+GROUPED = st.builds(
+    Span,
+    st.integers(0, 12),
+    st.integers(0, 12),
+    st.integers(-1, 4),
+    st.integers(0, 5),
+    st.integers(0, 6),
+    st.integers(0, 8),
+)
+
+
+@settings(max_examples=200)
+@given(num_layers=st.integers(1, 4), group_heads=st.sampled_from([1, 2, 3, 6]), spans=st.lists(GROUPED, max_size=20))
+def test_the_ledger_of_groups_of_heads_agrees_with_a_set(num_layers: int, group_heads: int, spans: list[Span]) -> None:
+    """A part of a group counts for nothing; layers and groups may have any ranges of their own."""
+    wanted = Span(0, 10, 0, num_layers, 0, 6)
+    ledger = SpanLedger(wanted, group_heads)
+    groups = [range(start, start + group_heads) for start in range(0, 6, group_heads)]
+    arrived: set[tuple[int, int, int]] = set()
+    for span in spans:
+        ledger.add(span)
+        ledger.check_invariants()
+        for index, group in enumerate(groups):
+            if span.head_start <= group.start and group.stop <= span.head_stop:
+                layers = range(max(0, span.layer_start), span.layer_stop)
+                tokens = range(span.token_start, span.token_stop)
+                arrived.update((token, layer, index) for token in tokens for layer in layers)
+        until = 0
+        while all((until, layer, index) in arrived for layer in range(num_layers) for index in range(len(groups))):
+            until += 1
+        assert min(ledger.complete_until(), 10) == min(until, 10)

@@ -146,6 +146,30 @@ def test_a_journal_delivers_each_position_once_and_in_order_whatever_comes(
     assert entry.finish == finish_reason(sampling, expected[-1].token_id, len(expected))
 
 
+@settings(max_examples=150)
+@given(
+    token_ids=st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    max_tokens=st.integers(1, 12),
+    stops=st.booleans(),
+    data=st.data(),
+)
+def test_a_journal_takes_many_tokens_as_it_takes_each(
+    token_ids: list[int], max_tokens: int, stops: bool, data: st.DataObject
+) -> None:
+    sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(5,) if stops else ())
+    sequence_id = SequenceId(RequestId(Incarnation(1), 2), 0)
+    one, other = (JournalEntry(SequenceSpec(sequence_id, (1, 2), sampling)) for _ in range(2))
+    sent = [EmittedToken(sequence_id, position, token) for position, token in enumerate(token_ids)]
+    while sent:
+        num = data.draw(st.integers(1, len(sent)))
+        batch, sent = sent[:num], sent[num:]
+        if data.draw(st.booleans()):
+            batch = data.draw(st.permutations(batch))
+        assert other.record_all(batch) == [fresh for token in batch for fresh in one.record(token)]
+        assert (other.tokens, other.finish) == (one.tokens, one.finish)
+        other.check_invariants()
+
+
 def test_a_grant_key_cannot_be_made_without_the_seed_of_the_process_that_grants() -> None:
     handoff_id = HandoffId(SequenceId(RequestId(Incarnation(1), 2), 0), 1)
     fences = [Fence(Incarnation(3), Incarnation(5), attempt) for attempt in (1, 2)]

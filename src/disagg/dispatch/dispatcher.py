@@ -31,6 +31,7 @@ from disagg.dispatch.following import find_leader, part_unless_shared, shared_pl
 from disagg.dispatch.gate import Gate, error_of
 from disagg.dispatch.open_request import Choice, OpenRequest
 from disagg.dispatch.registry import Registry
+from disagg.dispatch.request_table import RequestTable
 from disagg.dispatch.starting import claim, note_prompt, start_messages
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, TokensDelivered
 from disagg.dispatch.worker_record import WorkerRecord
@@ -68,7 +69,7 @@ class Dispatcher:
         self._decided = on_decided
         self.counters = Counters()
         self.registry = Registry(config.tokenizer_digests, (config.protocol_min, config.protocol_max))
-        self._requests: dict[RequestId, OpenRequest] = {}
+        self._requests = RequestTable(config.recovery)
         self._gate = Gate(config, self.registry, self.counters)
         self._next_number = 0
         self._now_s = 0.0
@@ -103,7 +104,7 @@ class Dispatcher:
 
     def next_wake_s(self) -> float:
         """When to send TimePassed if nothing else happens; infinity for never."""
-        choices = [choice for opened in self._requests.values() for choice in opened.choices]
+        choices = [choice for opened in self._requests for choice in opened.choices]
         times = [min(self._deadline_s(each), each.judged_by_s(self.config.recovery)) for each in choices]
         return min(times, default=float("inf"))
 
@@ -121,7 +122,7 @@ class Dispatcher:
         request_id = RequestId(self.config.incarnation, self._next_number)
         self._next_number += 1
         opened = OpenRequest(request_id, request, now_s)
-        self._requests[request_id] = opened
+        self._requests.add(opened)
         self.counters.add(PROMPT_TOKENS, len(request.prompt_ids))
         for choice in opened.choices:
             self._try_place(opened, choice)
@@ -155,6 +156,7 @@ class Dispatcher:
     def _end_choice(self, opened: OpenRequest, choice: Choice, prompt_due_s: float) -> None:
         """Its answer has ended; until prompt_due_s its prompt may still get to where it was to be written."""
         choice.machine.fire(ChoiceTrigger.ANSWER_ENDED)
+        self._requests.note(choice)
         self.registry.release(choice.sequence_id, choice.workers)
         for follower in choice.followers:
             follower.place_after_s = prompt_due_s
@@ -164,26 +166,27 @@ class Dispatcher:
     def _close(self, opened: OpenRequest, outcome: str) -> None:
         self.counters.add(REQUESTS, label=outcome)
         self._gate.note_ended(self._now_s)
-        del self._requests[opened.request_id]
+        self._requests.remove(opened)
 
     # --- placement ---------------------------------------------------------------------------------------------
 
     def _place_waiting(self) -> None:
         """Everything that no worker has: place it, or give it up when its time is over."""
-        for opened in list(self._requests.values()):
-            for choice in opened.choices:
-                if choice.judged_by_s(self.config.recovery) <= self._now_s:
-                    text = "its prefill worker was lost, and its decode worker has not heard of it"
-                    self._recover(opened, choice, Failure(FailureKind.WORKER_LOST, text))
-                if choice.is_placed and self._deadline_s(choice) <= self._now_s:
-                    queued_s = self._now_s - choice.unplaced_since_s
-                    self._give_up(opened, self._gate.queued_too_long(queued_s, self.num_open, self._now_s))
-                    break
-                if choice.is_due(self._now_s) and not self._try_place(opened, choice):
-                    break
+        for choice in self._requests.due(self._now_s):
+            opened = self._requests.get(choice.sequence_id.request_id)
+            if opened is None:
+                continue  # it has ended with another of its choices
+            if choice.judged_by_s(self.config.recovery) <= self._now_s:
+                text = "its prefill worker was lost, and its decode worker has not heard of it"
+                self._recover(opened, choice, Failure(FailureKind.WORKER_LOST, text))
+            if choice.is_placed and self._deadline_s(choice) <= self._now_s:
+                queued_s = self._now_s - choice.unplaced_since_s
+                self._give_up(opened, self._gate.queued_too_long(queued_s, self.num_open, self._now_s))
+            elif choice.is_due(self._now_s):
+                self._try_place(opened, choice)
 
-    def _try_place(self, opened: OpenRequest, choice: Choice) -> bool:
-        """False when the request is over: nobody could take this choice for too long."""
+    def _try_place(self, opened: OpenRequest, choice: Choice) -> None:
+        """The request may be over then: nobody could take this choice for too long."""
         choice.unfollow(self._now_s)
         placement = self._choose(opened, choice)
         leader = find_leader(self.registry, opened, choice, placement)
@@ -191,7 +194,7 @@ class Dispatcher:
             self._decided(following(choice, leader))
             choice.follow(leader)
             claim(self.registry, leader)
-            return True
+            return
         self._decided(placement_of(choice, placement))
         if isinstance(placement, NoPlacement):
             choice.place_after_s = choice.unplaced_since_s  # whoever comes takes it
@@ -200,14 +203,13 @@ class Dispatcher:
                 self._decided(recovery_of(DecisionKind.WAITING, choice, recovery))
                 why = f"{choice.last_reason}; {recovery.reason}" if choice.last_reason else recovery.reason
                 self._give_up(opened, Unavailable(why, retry_after_s=RETRY_AFTER_S))
-                return False
-            return True
+            return
         self._place(choice, placement)
-        return True
 
     def _place(self, choice: Choice, placement: Placement) -> None:
         choice.place(placement, self._now_s)
         choice.machine.fire(ChoiceTrigger.WORKERS_TOLD)
+        self._requests.note(choice)
         part_unless_shared(self.registry, choice, self._now_s)
         self.counters.add(PLACEMENTS, label=placement.reason.value)
         claim(self.registry, choice)
@@ -241,6 +243,7 @@ class Dispatcher:
         choice.last_reason = reason
         choice.unplaced_since_s = self._now_s
         choice.machine.fire(ChoiceTrigger.WORKER_FAILED)
+        self._requests.note(choice)
 
     def _abort(self, choice: Choice, reason: str) -> None:
         for worker_id in choice.workers:
@@ -270,23 +273,16 @@ class Dispatcher:
     def _on_lost(self, event: WorkerLost) -> None:
         if not self.registry.remove(event.worker_id, event.incarnation):
             return
-        for opened in self._requests.values():
+        for opened in self._requests:
             for choice in opened.choices:
-                choice.lose_reader(event.worker_id, self._now_s)
+                if choice.lose_reader(event.worker_id, self._now_s):
+                    self._requests.note(choice)
                 choice.forget_kv_of(event.worker_id)
         # A lost prefill worker is the decode worker's to judge: it knows whether it has all it needs.
-        for opened, choice in self._choices_written_by(event.worker_id):
+        for opened, choice in self._requests.written_by(event.worker_id):
             text = f"worker {event.worker_id}, which was writing the answer, was lost: {event.reason}"
             self._recover(opened, choice, Failure(FailureKind.WORKER_LOST, text))
         self._announce()
-
-    def _choices_written_by(self, worker_id: WorkerId) -> list[tuple[OpenRequest, Choice]]:
-        return [
-            (opened, choice)
-            for opened in self._requests.values()
-            for choice in opened.choices
-            if choice.is_placed and choice.placement is not None and choice.placement.decode == worker_id
-        ]
 
     def _recover(self, opened: OpenRequest, choice: Choice, failure: Failure) -> None:
         if not choice.is_placed:  # another choice's failure has ended the request
@@ -332,9 +328,9 @@ class Dispatcher:
 
     def _start_drain(self, record: WorkerRecord) -> None:
         """No new work; long answers go elsewhere, short ones end here."""
-        record.is_draining = True
+        record.drain()
         self._actions.append(LogDecision(f"worker {record.card.worker_id} drains"))
-        for opened, choice in self._choices_written_by(record.card.worker_id):
+        for opened, choice in self._requests.written_by(record.card.worker_id):
             is_elsewhere = isinstance(self._choose(opened, choice), Placement)
             limits = self.config.recovery
             recovery = at_drain(choice.num_remaining_tokens, has_other_worker=is_elsewhere, limits=limits)
@@ -345,14 +341,14 @@ class Dispatcher:
     def _on_tokens(self, record: WorkerRecord, message: EmitTokens) -> None:
         worker_id = record.card.worker_id
         for prompt in message.prompts:
-            choice = self._choice(prompt.attempt_id.sequence_id)
+            choice = self._requests.choice(prompt.attempt_id.sequence_id)
             if choice is not None:
                 note_prompt(prompt, record, choice, self.counters)
         by_sequence: dict[SequenceId, list[EmittedToken]] = {}
         for token in message.tokens:
             by_sequence.setdefault(token.sequence_id, []).append(token)
         for sequence_id, tokens in by_sequence.items():
-            choice = self._choice(sequence_id)
+            choice = self._requests.choice(sequence_id)
             if choice is not None and choice.followers and worker_id == choice.workers[0]:
                 self._start_followers(self._requests[sequence_id.request_id], choice, record)
             if choice is None or not choice.is_open or worker_id not in choice.workers:
@@ -361,17 +357,14 @@ class Dispatcher:
                 choice.revision = record.card.pool.revision
                 self._deliver(self._requests[sequence_id.request_id], choice, tokens)
 
-    def _choice(self, sequence_id: SequenceId) -> Choice | None:
-        opened = self._requests.get(sequence_id.request_id)
-        is_known = opened is not None and 0 <= sequence_id.choice < len(opened.choices)
-        return opened.choices[sequence_id.choice] if opened is not None and is_known else None
-
     def _deliver(self, opened: OpenRequest, choice: Choice, tokens: list[EmittedToken]) -> None:
         fresh = choice.entry.record_all(tokens)
         if not fresh:
             return
         self.counters.add(GENERATED_TOKENS, len(fresh))
-        choice.is_answering = True
+        if not choice.is_answering:
+            choice.is_answering = True
+            self._requests.note(choice)
         delivered = TokensDelivered(choice.sequence_id.choice, tuple(fresh), choice.entry.finish)
         self._actions.append(Deliver(opened.request_id, delivered))
         if choice.entry.finish is not None:
@@ -379,7 +372,7 @@ class Dispatcher:
 
     def _on_failure(self, record: WorkerRecord, message: ReportFailure) -> None:
         worker_id = record.card.worker_id
-        choice = self._choice(message.sequence_id)
+        choice = self._requests.choice(message.sequence_id)
         is_at_work = choice is not None and choice.is_placed and worker_id in choice.workers
         if choice is None or not is_at_work or choice.attempt != message.attempt:
             self.counters.add(MESSAGES_IGNORED, label=type(message).__name__)
@@ -411,8 +404,6 @@ class Dispatcher:
         self.registry.check_invariants()
         self.counters.check_invariants()
         self._gate.check_invariants()
-        placed = set[SequenceId]()
-        for opened in self._requests.values():
-            opened.check_invariants()
-            placed |= {choice.sequence_id for choice in opened.choices if choice.is_placed}
-        self.registry.check_claims(placed)
+        self._requests.check_invariants()
+        choices = (choice for opened in self._requests for choice in opened.choices)
+        self.registry.check_claims({choice.sequence_id for choice in choices if choice.is_placed})

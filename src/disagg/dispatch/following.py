@@ -22,7 +22,7 @@ def find_leader(
     registry: Registry, opened: OpenRequest, choice: Choice, alone: Placement | NoPlacement
 ) -> Choice | None:
     """An earlier choice whose prompt this one is to wait for. alone: where it would go by itself."""
-    if choice.attempt or isinstance(alone, NoPlacement):
+    if not choice.sequence_id.choice or choice.attempt or isinstance(alone, NoPlacement):
         return None
     views = {view.worker_id: view for view in registry.views(opened.model)}
     leaders = [

@@ -20,7 +20,7 @@ class Choice:
 
     def __init__(self, spec: SequenceSpec, now_s: float) -> None:
         self.entry = JournalEntry(spec)
-        self.machine = Machine(CHOICE_TABLE, str(spec.sequence_id))
+        self.machine = Machine(CHOICE_TABLE, spec.sequence_id)
         self.placement: Placement | None = None
         self.attempt = 0
         self.unplaced_since_s = now_s
@@ -93,11 +93,16 @@ class Choice:
         self.is_answering = False
         self.reader_lost_s = float("inf")
 
-    def lose_reader(self, worker_id: WorkerId, now_s: float) -> None:
-        """Its decode worker judges what that means; unless it has never heard of the hand-off and waits for it."""
+    def lose_reader(self, worker_id: WorkerId, now_s: float) -> bool:
+        """Its decode worker judges what that means; unless it has never heard of the hand-off and waits for it.
+
+        False when it was not its reader, or is not any more.
+        """
         reader = self.placement.prefill if self.placement is not None and self.is_placed else None
-        if reader == worker_id and not self.is_answering:
-            self.reader_lost_s = min(self.reader_lost_s, now_s)
+        if reader != worker_id or self.is_answering:
+            return False
+        self.reader_lost_s = min(self.reader_lost_s, now_s)
+        return True
 
     def is_due(self, now_s: float) -> bool:
         """Waits for a worker, and not for its links to heal."""

@@ -24,6 +24,8 @@ class Registry:
         self._records: dict[WorkerId, WorkerRecord] = {}
         # Until a worker comes or goes: every request asks.
         self._of_model: dict[str, list[WorkerRecord]] = {}
+        self._views: dict[str, dict[WorkerId, WorkerView]] = {}  # of workers that take new work
+        self._changed: set[WorkerId] = set()  # whose view is not the one that is kept there
         self._limits: dict[str, Limits | None] = {}
 
     @property
@@ -75,8 +77,9 @@ class Registry:
         return None
 
     def add(self, card: WorkerCard, *, is_draining: bool) -> None:
-        record = WorkerRecord(card)
-        record.is_draining = is_draining
+        record = WorkerRecord(card, self._changed)
+        if is_draining:
+            record.drain()
         self._records[card.worker_id] = record
         self._note_changed()
 
@@ -98,17 +101,35 @@ class Registry:
     def views(self, model: str, revision: tuple[str, str] | None = None) -> list[WorkerView]:
         """Workers that take new work; with a revision, of that one only."""
         known = self._records
-        return [
-            record.view(known)
-            for record in self.records(model)
-            if not record.is_draining and (revision is None or record.card.pool.revision == revision)
-        ]
+        self._renew_views()
+        if model not in self._views:
+            taking = [record for record in self.records(model) if not record.is_draining]
+            self._views[model] = {record.card.worker_id: record.view(known) for record in taking}
+        views = self._views[model]
+        if revision is None:
+            return list(views.values())
+        return [view for worker_id, view in views.items() if known[worker_id].card.pool.revision == revision]
+
+    def _renew_views(self) -> None:
+        """Those of workers that have changed; the others, and their order, stay."""
+        for worker_id in self._changed:
+            record = self._records.get(worker_id)
+            views = self._views.get(record.card.pool.model) if record is not None else None
+            if record is None or views is None:
+                continue
+            if record.is_draining:
+                views.pop(worker_id, None)
+            else:
+                views[worker_id] = record.view(self._records)
+        self._changed.clear()
 
     def missing(self, model: str) -> str:
         """A plain sentence; "" when requests can be served. Names what workers that are here do not agree on."""
         missing = what_is_missing(self.views(model))
+        if not missing:
+            return ""
         refusals = [failure.message for record in self.records(model) for failure in record.refusals.values()]
-        return f"{missing}: {'; '.join(refusals)}" if missing and refusals else missing
+        return f"{missing}: {'; '.join(refusals)}" if refusals else missing
 
     def limits(self, model: str) -> Limits | None:
         """Of the largest workers that can write an answer; None while there are none."""
@@ -137,6 +158,10 @@ class Registry:
             record.check_invariants()
             if record.view(self._records).partners != self._live_partners(record):
                 raise InternalFault(f"worker {worker_id}: partners that have come or gone are not noted")
+        for model in self._views:
+            taking = [record.view(self._records) for record in self.records(model) if not record.is_draining]
+            if self.views(model) != taking:
+                raise InternalFault(f"views of the workers of {model} are not what they would be made anew")
 
     def check_claims(self, placed: Set[SequenceId]) -> None:
         """Only of sequences that are placed, somewhere."""
@@ -147,6 +172,7 @@ class Registry:
 
     def _note_changed(self) -> None:
         self._of_model.clear()
+        self._views.clear()
         self._limits.clear()
         for record in self._records.values():
             record.forget_partners()

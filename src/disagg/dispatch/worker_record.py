@@ -9,10 +9,12 @@ from disagg.protocol.messages import WorkerCard, WorkerState
 class WorkerRecord:
     """One registered incarnation. Sums are kept, and the view until something changes: every request asks for all."""
 
-    def __init__(self, card: WorkerCard) -> None:
+    def __init__(self, card: WorkerCard, changed: set[WorkerId]) -> None:
+        """changed: where it puts itself whenever routing would see it otherwise than before."""
         self.card = card
         self.state = WorkerState()
         self.is_draining = False
+        self._changed = changed
         self.partners: dict[WorkerId, Incarnation] = {}
         self.refusals: dict[WorkerId, Failure] = {}
         self.claimed_blocks: dict[SequenceId, int] = {}
@@ -31,7 +33,7 @@ class WorkerRecord:
             self.release(sequence_id)
         self.claimed_blocks[sequence_id] = num_blocks
         self._num_claimed_blocks += num_blocks
-        self._view = None
+        self._forget_view()
 
     def await_reading(self, sequence_id: SequenceId, num_tokens: int) -> None:
         """A prompt was sent here. After claim(), where both are due."""
@@ -39,7 +41,7 @@ class WorkerRecord:
         self.waiting_tokens[sequence_id] = num_tokens
         self._num_waiting_tokens += num_tokens
         self._num_only_waiting += sequence_id not in self.claimed_blocks
-        self._view = None
+        self._forget_view()
 
     def note_read(self, sequence_id: SequenceId) -> bool:
         """Its prompt waits no more; False when it did not."""
@@ -48,7 +50,7 @@ class WorkerRecord:
             return False
         self._num_waiting_tokens -= num_tokens
         self._num_only_waiting -= sequence_id not in self.claimed_blocks
-        self._view = None
+        self._forget_view()
         return True
 
     def release(self, sequence_id: SequenceId) -> None:
@@ -57,7 +59,7 @@ class WorkerRecord:
         num_blocks = self.claimed_blocks.pop(sequence_id, None)
         if num_blocks is not None:
             self._num_claimed_blocks -= num_blocks
-            self._view = None
+            self._forget_view()
 
     def pair(self, peer: WorkerId, incarnation: Incarnation) -> None:
         self.partners[peer] = incarnation
@@ -70,7 +72,17 @@ class WorkerRecord:
 
     def forget_partners(self) -> None:
         """Workers have come or gone: who of its partners is live is to be found out again."""
-        self._live_partners = self._view = None
+        self._live_partners = None
+        self._forget_view()
+
+    def drain(self) -> None:
+        """It takes no new work from now on."""
+        self.is_draining = True
+        self._forget_view()
+
+    def _forget_view(self) -> None:
+        self._view = None
+        self._changed.add(self.card.worker_id)
 
     def view(self, records: dict[WorkerId, "WorkerRecord"]) -> WorkerView:
         """As routing sees it among these."""

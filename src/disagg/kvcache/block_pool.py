@@ -34,7 +34,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._states = [BlockState.FREE] * num_blocks
         self._refcounts = [0] * num_blocks
-        self._free = list(range(num_blocks))  # a heap
+        self._free = [BlockId(block) for block in range(num_blocks)]  # a heap
         self._counts = dict.fromkeys(BlockState, 0)
         self._counts[BlockState.FREE] = num_blocks
 
@@ -90,8 +90,8 @@ class BlockPool:
 
     def confirm(self, blocks: Sequence[BlockId]) -> None:
         """A peer's writes are complete and fenced off: reserved blocks become held once each."""
+        self._move_all(blocks, BlockState.RESERVED, BlockState.HELD)
         for block in blocks:
-            self._move(block, BlockState.RESERVED, BlockState.HELD)
             self._refcounts[block] = 1
 
     def unreserve(self, blocks: Sequence[BlockId]) -> None:
@@ -101,8 +101,7 @@ class BlockPool:
 
     def quarantine(self, blocks: Sequence[BlockId]) -> None:
         """Given up while a peer could still write: unusable until the transport's fence holds."""
-        for block in blocks:
-            self._move(block, BlockState.RESERVED, BlockState.QUARANTINED)
+        self._move_all(blocks, BlockState.RESERVED, BlockState.QUARANTINED)
 
     def unquarantine(self, blocks: Sequence[BlockId]) -> None:
         for block in blocks:
@@ -110,8 +109,8 @@ class BlockPool:
 
     def salvage(self, blocks: Sequence[BlockId]) -> None:
         """The fence holds and the contents are complete and verified: held once each."""
+        self._move_all(blocks, BlockState.QUARANTINED, BlockState.HELD)
         for block in blocks:
-            self._move(block, BlockState.QUARANTINED, BlockState.HELD)
             self._refcounts[block] = 1
 
     def check_invariants(self) -> None:
@@ -127,15 +126,29 @@ class BlockPool:
     def _take(self, num_blocks: int, state: BlockState, *, refcount: int) -> list[BlockId] | None:
         if num_blocks > len(self._free):
             return None
-        blocks = [BlockId(heapq.heappop(self._free)) for _ in range(num_blocks)]
-        for block in blocks:
-            self._move(block, BlockState.FREE, state)
-            self._refcounts[block] = refcount
+        blocks = [heapq.heappop(self._free) for _ in range(num_blocks)]
+        self._move_all(blocks, BlockState.FREE, state)
+        if refcount:
+            for block in blocks:
+                self._refcounts[block] = refcount
         return blocks
 
     def _set_free(self, block: BlockId, expected: BlockState) -> None:
         self._move(block, expected, BlockState.FREE)
         heapq.heappush(self._free, block)
+
+    def _move_all(self, blocks: Sequence[BlockId], expected: BlockState, state: BlockState) -> None:
+        """Like _move for each, counted once."""
+        states, num_moved = self._states, 0
+        for block in blocks:
+            if states[block] is not expected:
+                break
+            states[block] = state
+            num_moved += 1
+        self._counts[expected] -= num_moved
+        self._counts[state] += num_moved
+        if num_moved < len(blocks):
+            raise self._illegal(blocks[num_moved], f"{expected} -> {state}")
 
     def _move(self, block: BlockId, expected: BlockState, state: BlockState) -> None:
         if self._states[block] is not expected:

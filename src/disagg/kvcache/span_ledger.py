@@ -1,31 +1,62 @@
 """Which part of a hand-off is complete and verified."""
 
 from bisect import bisect_left
+from itertools import pairwise
 
 from disagg.core.errors import InternalFault
 from disagg.core.spans import Span
+
+_Ranges = list[tuple[int, int]]  # of tokens, ascending, neither overlapping nor touching; never changed in place
 
 
 class SpanLedger:
     """Per layer and group of heads, the token ranges that have arrived. Overlaps and repeats are harmless.
 
     group_heads: heads that always travel together; None when all do. A part of a group does not count.
+
+    Rows are layers, in each its groups. Most pushes cover many rows alike, so that runs of rows have the same ranges:
+
+        rows     0 .. starts[1]-1   starts[1] .. starts[2]-1   ...   starts[-1] .. num_rows-1
+        ranges   ranges[0]          ranges[1]                  ...   ranges[-1]
     """
 
     def __init__(self, wanted: Span, group_heads: int | None = None) -> None:
         self.wanted = wanted
         self._group_heads = group_heads or wanted.num_heads
         self._num_groups = max(1, wanted.num_heads // self._group_heads)
-        self._ranges: list[list[tuple[int, int]]] = [[] for _ in range(wanted.num_layers * self._num_groups)]
+        self._num_rows = wanted.num_layers * self._num_groups
+        self._starts = [0]
+        self._ranges: list[_Ranges] = [[]]
 
     def add(self, span: Span) -> None:
         both = span.intersection(self.wanted)
         first = -(-(both.head_start - self.wanted.head_start) // self._group_heads)
         stop = (both.head_stop - self.wanted.head_start) // self._group_heads
-        for layer in range(both.layer_start, both.layer_stop):
-            for group in range(first, stop):
-                at = (layer - self.wanted.layer_start) * self._num_groups + group
-                self._ranges[at] = _merged(self._ranges[at], span.token_start, span.token_stop)
+        layers = range(both.layer_start - self.wanted.layer_start, both.layer_stop - self.wanted.layer_start)
+        if not layers or first >= stop:
+            return
+        num_groups = self._num_groups
+        if stop - first == num_groups:
+            self._add(layers.start * num_groups, layers.stop * num_groups, span)
+            return
+        for layer in layers:
+            self._add(layer * num_groups + first, layer * num_groups + stop, span)
+
+    def _add(self, first_row: int, stop_row: int, span: Span) -> None:
+        begin, end = self._cut(first_row), self._cut(stop_row)
+        for index in range(begin, end):
+            self._ranges[index] = _merged(self._ranges[index], span.token_start, span.token_stop)
+        for index in range(min(end, len(self._starts) - 1), max(begin, 1) - 1, -1):
+            if self._ranges[index] == self._ranges[index - 1]:
+                del self._starts[index], self._ranges[index]
+
+    def _cut(self, row: int) -> int:
+        """Index of the run that begins with this row; of none where it is past the last."""
+        index = bisect_left(self._starts, row)
+        if row < self._num_rows and (index == len(self._starts) or self._starts[index] != row):
+            self._starts.insert(index, row)
+            self._ranges.insert(index, self._ranges[index - 1])
+        return index
 
     @property
     def is_complete(self) -> bool:
@@ -42,16 +73,22 @@ class SpanLedger:
             flat = [bound for pair in ranges for bound in pair]
             if flat != sorted(set(flat)):
                 raise InternalFault(f"token ranges overlap or touch: {ranges}")
+        starts = self._starts
+        is_in_order = starts[0] == 0 and all(one < other for one, other in pairwise(starts))
+        if not is_in_order or starts[-1] >= max(1, self._num_rows) or len(starts) != len(self._ranges):
+            raise InternalFault(f"runs of rows begin at {starts}, there are {self._num_rows} rows")
+        if any(one == other for one, other in pairwise(self._ranges)):
+            raise InternalFault("two runs of rows that follow each other have the same token ranges")
 
 
-def _contiguous_until(ranges: list[tuple[int, int]], start: int) -> int:
+def _contiguous_until(ranges: _Ranges, start: int) -> int:
     for low, high in ranges:
         if low <= start < high:
             return high
     return start
 
 
-def _merged(ranges: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
+def _merged(ranges: _Ranges, low: int, high: int) -> _Ranges:
     if low >= high:
         return ranges
     if ranges and ranges[-1][1] == low:  # pushes mostly arrive in token order

@@ -162,14 +162,13 @@ def _by_length(search: Search, mixed: Trial | None, split: Trial | None) -> tupl
     kinds = [_corrections(search.estimator, mixed), _corrections(search.estimator, split)]
     points = []
     for factor in FACTORS:
-        traffic = search.traffic.scaled_prompts(factor)
-        estimator = Estimator(search.steps, traffic, search.target)
+        estimator = Estimator(search.steps, search.traffic, search.target, factor)
         best = [0.0, 0.0]
         for candidate in search.candidates():
             kind = 0 if candidate.is_mixed else 1
             best[kind] = max(best[kind], estimator.of(candidate).goodput_per_s * kinds[kind])
         gain = best[1] / best[0] if best[0] else (float("inf") if best[1] else float("nan"))
-        points.append(LengthPoint(traffic.mean_prompt, gain))
+        points.append(LengthPoint(factor * search.traffic.mean_prompt, gain))
     return tuple(points)
 
 

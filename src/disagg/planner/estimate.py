@@ -43,10 +43,14 @@ class Estimate(msgspec.Struct, frozen=True):
 class Estimator:
     """For one traffic and target; remembers what cuts can do."""
 
-    def __init__(self, steps: Steps, traffic: Traffic, target: Target) -> None:
+    def __init__(self, steps: Steps, traffic: Traffic, target: Target, factor: float = 1.0) -> None:
+        """factor: as if prompts were so many times as long."""
         self.steps = steps
         self.target = target
-        self._samples = traffic.samples()
+        self._samples = tuple(
+            (max(1, round(factor * prompt)), max(1, round(factor * new)), output)
+            for prompt, new, output in traffic.samples
+        )
         num = len(self._samples)
         self.mean_prompt = sum(prompt for prompt, _, _ in self._samples) / num
         self.mean_uncached = sum(new for _, new, _ in self._samples) / num

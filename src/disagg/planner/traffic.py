@@ -1,5 +1,6 @@
 """What is asked, as a list that can be cut to a window and played at any rate."""
 
+import functools
 import itertools
 import random
 import statistics
@@ -8,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 
 from disagg.bench.arrivals import PoissonArrivals
-from disagg.bench.workload import Lengths, OpenStream, RandomWork, Run, Workload, WorkRequest, WorkStream
+from disagg.bench.workload import Lengths, OpenStream, RandomWork, Workload, WorkRequest, WorkStream
 from disagg.core.errors import ConfigurationError
 
 MAX_READ = 50_000  # requests of a trace that are looked at
@@ -16,7 +17,7 @@ DRAWN = 4_000  # requests drawn where a rate and lengths are given
 NUM_SAMPLES = 48  # requests that stand for all in closed forms
 
 
-class Traffic(msgspec.Struct, frozen=True):
+class Traffic(msgspec.Struct, frozen=True, dict=True):
     """Requests in order of due_s. rate_per_s is their mean; uncached[i] tokens of the i-th an endless cache lacks."""
 
     name: str
@@ -24,24 +25,25 @@ class Traffic(msgspec.Struct, frozen=True):
     uncached: tuple[int, ...]
     rate_per_s: float
 
-    @property
+    @functools.cached_property  # of a long trace, asked for before every run
     def mean_prompt(self) -> float:
         return sum(request.num_prompt_tokens for request in self.requests) / len(self.requests)
 
-    @property
+    @functools.cached_property
     def mean_uncached(self) -> float:
         return sum(self.uncached) / len(self.uncached)
 
-    @property
+    @functools.cached_property
     def mean_output(self) -> float:
         return sum(request.num_output_tokens for request in self.requests) / len(self.requests)
 
-    @property
+    @functools.cached_property
     def gap_cv(self) -> float:
         """Standard deviation over mean of the gaps between arrivals: 1 for Poisson, more for bursts."""
         gaps = [later.due_s - one.due_s for one, later in itertools.pairwise(self.requests)]
         return statistics.pstdev(gaps) / statistics.fmean(gaps)
 
+    @functools.cached_property
     def samples(self) -> tuple[tuple[int, int, int], ...]:
         """(prompt, uncached, answer) tokens of requests evenly spread over the order of what must be computed."""
         rows = sorted(
@@ -51,12 +53,6 @@ class Traffic(msgspec.Struct, frozen=True):
         step = len(rows) / min(NUM_SAMPLES, len(rows))
         picked = (rows[int((index + 0.5) * step)] for index in range(min(NUM_SAMPLES, len(rows))))
         return tuple((prompt, new, output) for new, prompt, output in picked)
-
-    def scaled_prompts(self, factor: float) -> "Traffic":
-        """The same with prompts `factor` times as long."""
-        requests = tuple(_stretched(request, factor) for request in self.requests)
-        uncached = tuple(max(1, round(new * factor)) for new in self.uncached)
-        return Traffic(self.name, requests, uncached, self.rate_per_s)
 
     def window(self, num_requests: int, rate_per_s: float) -> "ListedWork":
         """num_requests in a row whose load is nearest to the whole's, their clock stretched to the rate."""
@@ -122,11 +118,6 @@ def _span_s(requests: tuple[WorkRequest, ...]) -> float:
     """With the gap after the last, as long as the mean one."""
     between_s = requests[-1].due_s - requests[0].due_s
     return between_s * len(requests) / max(1, len(requests) - 1)
-
-
-def _stretched(request: WorkRequest, factor: float) -> WorkRequest:
-    runs = tuple(Run(run.label, max(1, round(run.num_tokens * factor))) for run in request.runs)
-    return msgspec.structs.replace(request, runs=runs)
 
 
 def _uncached(requests: list[WorkRequest]) -> Iterator[int]:

@@ -61,10 +61,11 @@ def default_max_tokens(num_prompt_tokens: int, limits: Limits) -> int:
 
 def too_much_claimed(workers: Sequence[WorkerView], max_share: float) -> Failure | None:
     """Why a request is turned away now: the writers have promised max_share times the KV they have, or more."""
-    shares = [view.num_claimed_blocks / view.num_blocks for view in workers if view.role is not Role.PREFILL]
-    if not shares or min(shares) < max_share:
+    writers = [view for view in workers if view.role is not Role.PREFILL]
+    if not writers or any(view.num_claimed_blocks / view.num_blocks < max_share for view in writers):
         return None
-    text = f"open requests have been promised {min(shares):.1f} times the KV there is, the limit is {max_share:g}"
+    least = min(view.num_claimed_blocks / view.num_blocks for view in writers)
+    text = f"open requests have been promised {least:.1f} times the KV there is, the limit is {max_share:g}"
     return Failure(FailureKind.OVERLOADED, f"{text}; try again later")
 
 

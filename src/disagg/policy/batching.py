@@ -67,8 +67,10 @@ def order_prompts(
     services: tokens that each tenant has had. A tenant is charged for what is yielded, as if it ran at once.
     """
     classes: dict[tuple[int, bool], dict[str, list[_Entry]]] = {}
-    for index, item in enumerate(work):
-        rank = costs.chunk_s(item.position, item.num_remaining_tokens) - AGEING * (now_s - item.arrived_s)
+    token_s, pair_s = costs.prompt_token_s, costs.prompt_pair_s
+    for index, item in enumerate(work):  # many may wait, at every step: StepCosts.chunk_s, written out
+        num, position = item.num_remaining_tokens, item.position
+        rank = token_s * num + pair_s * (num * position + num * (num + 1) // 2) - AGEING * (now_s - item.arrived_s)
         tenants = classes.setdefault((-item.priority, not item.is_begun), {})
         tenants.setdefault(item.tenant, []).append((rank, item.arrival, index, item))
     for _, tenants in sorted(classes.items()):

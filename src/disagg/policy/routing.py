@@ -5,7 +5,7 @@ reads a short prompt itself, or a prefill worker that hands the KV over. Views a
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -30,6 +30,9 @@ class PlacementReason(enum.StrEnum):
     NO_PREFILL_WORKER = "no_prefill_worker"  # a fallback: none is there, or none is paired with the decode worker
     SHARED_PROMPT = "shared_prompt"  # another choice of its request has brought the prompt there
     PREFILL_POOL_TOO_SMALL = "prefill_pool_too_small"  # a fallback: no paired prefill worker can hold the prompt
+
+
+_Load = Callable[["WorkerView"], tuple[float, int, WorkerId]]
 
 
 class WorkerView(msgspec.Struct, frozen=True):
@@ -86,16 +89,15 @@ def choose(workers: Sequence[WorkerView], demand: Demand, local_prefill_tokens: 
     local_prefill_tokens: most uncached tokens that a decode worker reads itself; 0 means never, but for the fallbacks
     that their reasons name.
     """
-    writers = [view for view in workers if view.role is not Role.PREFILL]
-    writers = [view for view in writers if view.worker_id not in demand.excluded] or writers
+    writers = [view for view in workers if view.role is not Role.PREFILL and view.worker_id not in demand.excluded]
+    writers = writers or [view for view in workers if view.role is not Role.PREFILL]
     if not writers:
         return NoPlacement(what_is_missing(workers))
     sources = [view for view in workers if view.role is Role.PREFILL and view.worker_id not in demand.excluded]
-    reachable = frozenset().union(*(view.partners for view in sources))
     # A decode worker without a prefill partner is second choice to anything that works as intended.
-    whole = [view for view in writers if view.role is Role.MIXED or view.worker_id in reachable] or writers
-    fitting = [view for view in whole if view.can_hold(demand.num_total_tokens)] or whole
-    decode = min(fitting, key=lambda view: (view.worker_id != demand.preferred_decode, *_decode_load(view)))
+    whole = [view for view in writers if view.role is Role.MIXED or _is_partner(view.worker_id, sources)] or writers
+    decode = _best_holding(whole, demand.num_total_tokens, demand.preferred_decode, _decode_load)
+    decode = decode or _best(whole, demand.preferred_decode, _decode_load)
     if decode.role is Role.MIXED:
         return Placement(Path.MIXED, PlacementReason.MIXED_WORKER, decode.worker_id)
     uncached = demand.num_uncached_tokens
@@ -104,11 +106,10 @@ def choose(workers: Sequence[WorkerView], demand: Demand, local_prefill_tokens: 
     if uncached <= local_prefill_tokens:
         return Placement(Path.LOCAL, PlacementReason.SHORT_PROMPT, decode.worker_id)
     partners = [view for view in sources if decode.worker_id in view.partners]
-    able = [view for view in partners if view.can_hold(demand.num_prompt_tokens)]
-    if not able:
+    prefill = _best_holding(partners, demand.num_prompt_tokens, demand.preferred_prefill, _prefill_load)
+    if prefill is None:
         reason = PlacementReason.PREFILL_POOL_TOO_SMALL if partners else PlacementReason.NO_PREFILL_WORKER
         return Placement(Path.LOCAL, reason, decode.worker_id)
-    prefill = min(able, key=lambda view: (view.worker_id != demand.preferred_prefill, *_prefill_load(view)))
     return Placement(Path.REMOTE, PlacementReason.LONG_PROMPT, decode.worker_id, prefill.worker_id)
 
 
@@ -147,9 +148,33 @@ def _has_pair(workers: Sequence[WorkerView]) -> bool:
     return any(view.role is Role.PREFILL and not view.partners.isdisjoint(decodes) for view in workers)
 
 
+def _best_holding(
+    views: Sequence[WorkerView], num_tokens: int, preferred: WorkerId | None, load: _Load
+) -> WorkerView | None:
+    """Of those that can hold so many tokens of one sequence; None where none can."""
+    if not views:
+        return None
+    best = _best(views, preferred, load)
+    if best.can_hold(num_tokens):  # nearly always: then the others need no look
+        return best
+    able = [view for view in views if view.can_hold(num_tokens)]
+    return _best(able, preferred, load) if able else None
+
+
+def _best(views: Sequence[WorkerView], preferred: WorkerId | None, load: _Load) -> WorkerView:
+    """The preferred one, else the least loaded."""
+    known = [view for view in views if view.worker_id == preferred] if preferred is not None else []
+    return known[0] if known else min(views, key=load)
+
+
+def _is_partner(worker_id: WorkerId, sources: Sequence[WorkerView]) -> bool:
+    """Whether one of the sources can hand KV to it."""
+    return any(worker_id in view.partners for view in sources)
+
+
 def _decode_load(view: WorkerView) -> tuple[float, int, WorkerId]:
     return view.num_claimed_blocks / view.num_blocks, view.num_open, view.worker_id
 
 
-def _prefill_load(view: WorkerView) -> tuple[int, int, WorkerId]:
+def _prefill_load(view: WorkerView) -> tuple[float, int, WorkerId]:
     return view.num_waiting_tokens, view.num_open, view.worker_id

@@ -157,16 +157,18 @@ class StepTimes:
     def _solve(self) -> None:
         """Least squares over costs of 0 or more, held near the last ones where the data say nothing."""
         last = msgspec.structs.astuple(self.costs)
-        costs = list(last)
-        # Written out, since it is done after every step: by coefficient its row, its moment, what holds it where it is.
-        parts = []
-        for gram, moment, scale, old in zip(self._gram, self._moment, self._scales, last, strict=True):
-            hold = INERTIA / max(scale, old) ** 2
-            parts.append((*gram, moment, hold * old, hold))
-        for _ in range(SWEEPS):
-            for index, (a, b, c, d, e, moment, held, hold) in enumerate(parts):
-                first, second, third, fourth, fifth = costs
-                own = (a, b, c, d, e)[index]
-                others = a * first + b * second + c * third + d * fourth + e * fifth - own * costs[index]
-                costs[index] = max(0.0, (moment - others + held) / (own + hold))
-        self.costs = StepCosts(*costs)
+        holds = [INERTIA / max(scale, old) ** 2 for scale, old in zip(self._scales, last, strict=True)]
+        held = [hold * old for hold, old in zip(holds, last, strict=True)]
+        (a0, b0, c0, d0, e0), (a1, b1, c1, d1, e1), (a2, b2, c2, d2, e2), *rest = self._gram
+        (a3, b3, c3, d3, e3), (a4, b4, c4, d4, e4) = rest
+        own0, own1, own2, own3, own4 = a0 + holds[0], b1 + holds[1], c2 + holds[2], d3 + holds[3], e4 + holds[4]
+        m0, m1, m2, m3, m4 = self._moment
+        h0, h1, h2, h3, h4 = held
+        u, v, w, x, y = last
+        for _ in range(SWEEPS):  # written out, since it is done after every step
+            u = z if (z := (m0 - (a0 * u + b0 * v + c0 * w + d0 * x + e0 * y - a0 * u) + h0) / own0) > 0.0 else 0.0
+            v = z if (z := (m1 - (a1 * u + b1 * v + c1 * w + d1 * x + e1 * y - b1 * v) + h1) / own1) > 0.0 else 0.0
+            w = z if (z := (m2 - (a2 * u + b2 * v + c2 * w + d2 * x + e2 * y - c2 * w) + h2) / own2) > 0.0 else 0.0
+            x = z if (z := (m3 - (a3 * u + b3 * v + c3 * w + d3 * x + e3 * y - d3 * x) + h3) / own3) > 0.0 else 0.0
+            y = z if (z := (m4 - (a4 * u + b4 * v + c4 * w + d4 * x + e4 * y - e4 * y) + h4) / own4) > 0.0 else 0.0
+        self.costs = StepCosts(u, v, w, x, y)

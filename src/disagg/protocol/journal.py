@@ -1,6 +1,6 @@
 """What must be known of an open request to continue it elsewhere: prompt, parameters, seed, emitted ids, logprobs."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from disagg.core.errors import InternalFault
 from disagg.core.ids import SequenceId
@@ -38,9 +38,13 @@ class JournalEntry:
             self._early.clear()
         return tuple(fresh)
 
-    def record_all(self, tokens: Iterable[EmittedToken]) -> list[EmittedToken]:
+    def record_all(self, tokens: Sequence[EmittedToken]) -> list[EmittedToken]:
         """What record() gives for each, in turn."""
         known, fresh, sampling = self.tokens, list[EmittedToken](), self.spec.sampling
+        if len(tokens) > 1 and self._is_next(tokens):
+            known.extend(tokens)
+            self.finish = finish_reason(sampling, tokens[-1].token_id, len(known))
+            return list(tokens)
         for token in tokens:
             if token.position == len(known) and self.finish is None and not self._early:  # nearly all of them
                 known.append(token)
@@ -49,6 +53,13 @@ class JournalEntry:
             else:
                 fresh += self.record(token)
         return fresh
+
+    def _is_next(self, tokens: Sequence[EmittedToken]) -> bool:
+        """Whether all follow each other and what is known, and none but the last can end the answer."""
+        sampling, start, stop = self.spec.sampling, len(self.tokens), len(self.tokens) + len(tokens)
+        if self.finish is not None or self._early or sampling.stop_token_ids or stop > sampling.max_tokens:
+            return False
+        return [token.position for token in tokens] == list(range(start, stop))
 
     def check_invariants(self) -> None:
         if [token.position for token in self.tokens] != list(range(len(self.tokens))):

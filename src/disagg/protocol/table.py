@@ -45,7 +45,8 @@ class Machine(Generic[S, T]):
 
     __slots__ = ("_story", "_table", "state", "subject")
 
-    def __init__(self, table: TransitionTable[S, T], subject: str) -> None:
+    def __init__(self, table: TransitionTable[S, T], subject: object) -> None:
+        """subject: named in errors; not written out before there is one."""
         self._table = table
         self.subject = subject
         self.state = table.initial

@@ -18,7 +18,7 @@ class HandoffDestination:
         self.peer = peer
         self.fence = fence
         self.grant_key = grant_key
-        self.machine = Machine(DESTINATION_TABLE, str(handoff_id))
+        self.machine = Machine(DESTINATION_TABLE, handoff_id)
         self.lease_until_s = float("inf")
         self.allocation: Allocation | None = None
         self.answer: AnswerReservation | None = None  # given; the same again to a repeated question

@@ -1,10 +1,10 @@
 """What peers say about hand-offs, and the leases that keep both ends honest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
-from disagg.protocol.handoff import DestinationState, SourceState
+from disagg.protocol.handoff import SourceState
 from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.messages import (
     AnswerReservation,
@@ -15,17 +15,15 @@ from disagg.protocol.messages import (
     TakeHandoff,
     WorkerToWorker,
 )
-from disagg.scheduler.destination import HandoffDestination
+from disagg.scheduler.leases import LEASED_SOURCE, End, leased_end
 from disagg.scheduler.receiving import Receiving
 from disagg.scheduler.sending import Sending
-from disagg.scheduler.source import HandoffSource
+from disagg.scheduler.sequence import Sequence
+from disagg.scheduler.sequence_table import RECEIVES, SENDS
 from disagg.scheduler.state import SchedulerState
 
-# Ends that are given up when the other end is silent. A complete destination needs nothing more of its source.
-_LEASED_SOURCE = (SourceState.ASKING, SourceState.OPEN, SourceState.DRAINING, SourceState.DELIVERED)
-_LEASED_DESTINATION = (DestinationState.EXPECTED, DestinationState.RECEIVING)
 # A source that still queues holds nothing, but its destination expects to hear of it.
-_RENEWING_SOURCE = (SourceState.QUEUED, *_LEASED_SOURCE)
+_RENEWING_SOURCE = (SourceState.QUEUED, *LEASED_SOURCE)
 # The many that decode need nobody.
 _STATES_WITH_PEER = (
     SequenceState.WAITING,
@@ -33,8 +31,6 @@ _STATES_WITH_PEER = (
     SequenceState.RECEIVING,
     SequenceState.HANDING_OFF,
 )
-
-End = HandoffSource | HandoffDestination
 
 
 class Handoffs:
@@ -63,31 +59,24 @@ class Handoffs:
 
     def num_open(self) -> int:
         """Hand-offs under way, both ends."""
-        return len(self._leased())
+        return sum(1 for sequence in self._with_peer() if leased_end(sequence) is not None)
 
-    def _leased(self) -> list[End]:
-        return self._ends(_LEASED_SOURCE, _LEASED_DESTINATION)
-
-    def _ends(self, source_states: tuple[SourceState, ...], states: tuple[DestinationState, ...]) -> list[End]:
-        ends: list[End] = []
-        for sequence in self._state.in_state(*_STATES_WITH_PEER):
-            if sequence.source is not None and sequence.source.state in source_states:
-                ends.append(sequence.source)
-            if sequence.destination is not None and sequence.destination.state in states:
-                ends.append(sequence.destination)
-        return ends
+    def _with_peer(self) -> Iterator[Sequence]:
+        return self._state.table.in_state(*_STATES_WITH_PEER)
 
     def on_clock(self) -> None:
         """Renew what we want, give up what nobody renewed."""
         state = self._state
-        for end in self._leased():
-            if end.lease_until_s <= state.now_s:
-                text = f"nothing was heard of hand-off {end.handoff_id} from {end.peer} for {state.config.lease_s} s"
-                state.fail(state.sequences[end.handoff_id], Failure(FailureKind.LEASE_EXPIRED, text))
+        for handoff_id in state.leases.take_due(state.now_s):
+            sequence = state.sequences[handoff_id]
+            end = leased_end(sequence)
+            if end is not None:
+                text = f"nothing was heard of hand-off {handoff_id} from {end.peer} for {state.config.lease_s} s"
+                state.fail(sequence, Failure(FailureKind.LEASE_EXPIRED, text))
         if state.now_s < self._renew_at_s:
             return
         by_peer: dict[WorkerId, list[HandoffId]] = {}
-        for end in self._ends(_RENEWING_SOURCE, _LEASED_DESTINATION):
+        for end in filter(None, map(_renewing_end, self._with_peer())):
             by_peer.setdefault(end.peer, []).append(end.handoff_id)
         for peer, handoff_ids in by_peer.items():
             state.tell(peer, RenewLeases(tuple(handoff_ids), state.config.lease_s))
@@ -98,20 +87,17 @@ class Handoffs:
 
     def next_wake_s(self) -> float:
         """When on_clock has something to do, or a refused reservation may be asked again; infinity for never."""
-        state, wake_s = self._state, float("inf")
-        if not state.has_any(_STATES_WITH_PEER):  # nearly always, where many decode
-            return wake_s
-        for sequence in state.in_state(*_STATES_WITH_PEER):
-            source, destination = sequence.source, sequence.destination
-            if source is not None and source.state in _RENEWING_SOURCE:
-                wake_s = min(wake_s, self._renew_at_s)
-                if source.state in _LEASED_SOURCE:
-                    wake_s = min(wake_s, source.lease_until_s)
-                if source.retry_at_s > state.now_s and sequence.state is SequenceState.WAITING:
-                    wake_s = min(wake_s, source.retry_at_s)
-            if destination is not None and destination.state in _LEASED_DESTINATION:
-                wake_s = min(wake_s, self._renew_at_s, destination.lease_until_s)
-        return wake_s
+        leases, now_s = self._state.leases, self._state.now_s
+        wake_s = min(leases.next_due_s(), leases.next_retry_s(now_s))
+        return min(wake_s, self._renew_at_s) if self._has_to_renew() else wake_s
+
+    def _has_to_renew(self) -> bool:
+        """Whether there is an end that the other one is to hear of now and then."""
+        table = self._state.table
+        if table.asking or table.has_waiting(SENDS) or table.has_waiting(RECEIVES):
+            return True
+        handing = table.in_state(SequenceState.PREFILLING, SequenceState.RECEIVING, SequenceState.HANDING_OFF)
+        return any(_renewing_end(sequence) is not None for sequence in handing)
 
     def _on_cancel_handoff(self, peer: WorkerId, message: CancelHandoff) -> None:
         sequence = self._state.sequences.get(message.handoff_id)
@@ -128,4 +114,13 @@ class Handoffs:
             sequence = self._state.sequences.get(handoff_id)
             for end in (sequence.source, sequence.destination) if sequence is not None else ():
                 if end is not None and end.peer == peer:
-                    end.lease_until_s = self._state.now_s + min(message.lease_s, self._state.config.lease_s)
+                    lease_s = min(message.lease_s, self._state.config.lease_s)
+                    self._state.leases.lease(end, self._state.now_s + lease_s)
+
+
+def _renewing_end(sequence: Sequence) -> End | None:
+    """The end that tells its peer that it is still there."""
+    source = sequence.source
+    if source is not None and source.state in _RENEWING_SOURCE:
+        return source
+    return leased_end(sequence)

@@ -1,6 +1,6 @@
 """What the loop is to do after one event, and what the router is to hear first."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from disagg.core.request import EmittedToken
 from disagg.protocol.messages import EmitTokens, PromptReport, SequenceReport
@@ -20,9 +20,11 @@ class Outgoing:
     def act(self, *actions: Action) -> None:
         self._actions.extend(actions)
 
-    def emit(self, tokens: Iterable[EmittedToken]) -> None:
-        for token in tokens:
-            (self._tokens if token.prompt_logprobs is None else self._scored).append(token)
+    def emit(self, tokens: Collection[EmittedToken]) -> None:
+        plain = [token for token in tokens if token.prompt_logprobs is None]
+        self._tokens += plain
+        if len(plain) < len(tokens):
+            self._scored += [token for token in tokens if token.prompt_logprobs is not None]
 
     def report_prompt(self, report: PromptReport) -> None:
         self._prompts.append(report)

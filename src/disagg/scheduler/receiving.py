@@ -71,7 +71,7 @@ class Receiving:
         first_missing = min(allocation.num_cached * state.cache.block_size, num_tokens)
         theirs = state.peers[destination.peer].layout
         destination.reserve(allocation, first_missing, num_tokens, config.layout, shared_heads(theirs, config.layout))
-        destination.lease_until_s = state.now_s + config.lease_s
+        state.leases.lease(destination, state.now_s + config.lease_s)
         state.move(sequence, SequenceTrigger.BLOCKS_RESERVED)
         sequence.num_cached = first_missing
         state.count_lookup(sequence)

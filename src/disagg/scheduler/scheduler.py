@@ -55,6 +55,7 @@ from disagg.scheduler.events import (
 from disagg.scheduler.grammars import Grammars
 from disagg.scheduler.handoffs import Handoffs
 from disagg.scheduler.sequence import Sequence
+from disagg.scheduler.sequence_table import RECEIVES, SENDS
 from disagg.scheduler.source import HandoffSource
 from disagg.scheduler.state import SchedulerState
 from disagg.scheduler.steps import Steps
@@ -62,8 +63,6 @@ from disagg.telemetry.counters import Counters
 
 # The busiest events; they change what may run next only when they end a sequence.
 _QUIET = (LayersComputed, WriteFinished, WriteLanded)
-_SENDS = (Task.PREFILL, Task.SEND_PREFIX)
-_RECEIVES = (Task.DECODE, Task.RECEIVE_PREFIX)
 
 
 class Scheduler:
@@ -128,7 +127,7 @@ class Scheduler:
 
     def snapshot(self) -> WorkerState:
         pool, sequences = self._state.cache.pool, self._state.sequences.values()
-        num_waiting = self._state.num_in_state(SequenceState.WAITING)
+        num_waiting = self._state.table.num_in_state(SequenceState.WAITING)
         return WorkerState(
             num_free_blocks=pool.count(BlockState.FREE),
             num_cached_blocks=pool.count(BlockState.CACHED),
@@ -138,7 +137,7 @@ class Scheduler:
             num_waiting=num_waiting,
             num_running=len(sequences) - num_waiting,
             num_handoffs=self._handoffs.num_open(),
-            num_waiting_tokens=sum(s.num_unread_tokens for s in sequences if s.task not in _RECEIVES),
+            num_waiting_tokens=sum(s.num_unread_tokens for s in sequences if s.task not in RECEIVES),
             counters=tuple(CounterValue(*item) for item in self._state.counters.items()),
             step_costs=msgspec.structs.astuple(self._state.step_times.costs),
             links=tuple(LinkState(peer, link.bytes_per_s) for peer, link in self._state.links.items()),
@@ -218,7 +217,7 @@ class Scheduler:
         self._next_arrival += 1
         if message.peer is not None and message.peer_incarnation is not None:
             mine, theirs = self.config.incarnation, message.peer_incarnation
-            if message.task in _SENDS:
+            if message.task in SENDS:
                 fence = Fence(mine, theirs, message.attempt)
                 card = self._state.peers[message.peer]
                 sequence.source = HandoffSource(attempt_id, message.peer, fence, card.layout, card.kv_wire)
@@ -226,14 +225,14 @@ class Scheduler:
                 fence = Fence(theirs, mine, message.attempt)
                 key = make_grant_key(self.config.grant_seed, attempt_id, fence)
                 sequence.destination = HandoffDestination(attempt_id, message.peer, fence, key)
-                sequence.destination.lease_until_s = self._state.now_s + self.config.lease_s
+                self._state.leases.lease(sequence.destination, self._state.now_s + self.config.lease_s)
         self._state.add(sequence)
         self._grammars.ask(sequence)
 
     def _form(self, message: StartSequence) -> str:
         """What the KV of this sequence will have lost here."""
         card = self._state.peers.get(message.peer) if message.peer is not None else None
-        if card is None or message.task not in _RECEIVES:
+        if card is None or message.task not in RECEIVES:
             return ""
         return lossy_form(card.layout, self.config.layout, card.kv_wire)
 
@@ -269,20 +268,18 @@ class Scheduler:
 
     # --- admission ---------------------------------------------------------------------------------------------
 
-    def _waiting(self, *tasks: Task) -> Iterator[Sequence]:
+    def _waiting(self, tasks: tuple[Task, ...]) -> Iterator[Sequence]:
         """Sequences without blocks that have one of these tasks here, in the order in which they are to run."""
         state = self._state
-        waiting = state.in_state(SequenceState.WAITING)
-        ready = (each for each in waiting if each.grammar_until_s is None)
-        without = [each for each in ready if not each.blocks and each.task in tasks]
-        return (each for each in state.in_reading_order(without) if not state.would_overtake(each))
+        ready = [each for each in state.table.waiting(tasks) if each.grammar_until_s is None]
+        return (each for each in state.in_reading_order(ready) if not state.would_overtake(each))
 
     def _admit(self) -> None:
         """Give waiting WHOLE sequences their blocks, in order: when one does not fit, those behind it wait too."""
         state = self._state
-        if not state.num_in_state(SequenceState.WAITING) or state.is_full():
+        if not state.table.has_waiting((Task.WHOLE,)) or state.is_full():
             return
-        for sequence in self._waiting(Task.WHOLE):
+        for sequence in self._waiting((Task.WHOLE,)):
             hashes = state.extend_hashes(sequence, sequence.num_to_read)
             to_hold = sequence.num_tokens_to_hold(self.config.answer_headroom)
             allocation = state.cache.try_allocate(hashes, sequence.max_cached_tokens, to_hold, state.num_spare_blocks)
@@ -299,17 +296,18 @@ class Scheduler:
     def _ask_reservations(self) -> None:
         """Ask peers for room shortly before the first chunk can run, for a few steps' worth of prompts at most."""
         state = self._state
-        if not state.num_in_state(SequenceState.WAITING) or state.is_full():
+        if not state.table.has_waiting(SENDS) or state.is_full():
             return
         room = self.config.reserve_ahead * self.config.budget.chunk_tokens
-        reading = state.in_state(SequenceState.WAITING, SequenceState.PREFILLING)
-        room -= sum(each.num_unread_tokens for each in reading if each.source is not None and each.blocks)
-        for sequence in self._waiting(*_SENDS):
+        room -= sum(each.num_unread_tokens for each in state.table.asking)
+        reading = state.table.in_state(SequenceState.PREFILLING)
+        room -= sum(each.num_unread_tokens for each in reading if each.source is not None)
+        for sequence in self._waiting(SENDS) if room > 0 else ():
             source = sequence.source
-            if room <= 0:
-                return
             if source is None or source.retry_at_s > state.now_s:
                 continue
             if state.is_full() or not self._handoffs.sending.ask_reservation(sequence, source):
                 return
             room -= sequence.num_unread_tokens
+            if room <= 0:
+                return

@@ -52,10 +52,10 @@ class Sending:
         allocation = cache.try_allocate(hashes, max_cached, num_tokens)
         if allocation is None:
             return False
-        sequence.blocks = allocation.blocks
+        state.table.set_blocks(sequence, allocation.blocks)
         sequence.num_cached = allocation.num_cached * cache.block_size
         source.machine.fire(SourceTrigger.RESERVATION_REQUESTED)
-        source.lease_until_s = state.now_s + state.config.lease_s
+        state.leases.lease(source, state.now_s + state.config.lease_s)
         self._tell_request(sequence, source)
         return True
 
@@ -139,7 +139,7 @@ class Sending:
             state.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, f"{peer} granted what cannot be: {flaw}"))
             return
         source.grant(message)
-        source.lease_until_s = state.now_s + state.config.lease_s
+        state.leases.lease(source, state.now_s + state.config.lease_s)
         state.move(sequence, SequenceTrigger.BLOCKS_ALLOCATED)
         sequence.num_computed = sequence.num_cached
         state.count_lookup(sequence)
@@ -171,10 +171,9 @@ class Sending:
         state = self._state
         source.machine.fire(SourceTrigger.RESERVATION_REFUSED)
         state.cache.release(sequence.blocks)
-        sequence.blocks = ()
-        source.lease_until_s = float("inf")
+        state.table.set_blocks(sequence, ())
         wait_s = max(message.retry_after_s, state.config.retry_s) * 2 ** min(source.num_refusals, MAX_BACK_OFF)
-        source.retry_at_s = state.now_s + wait_s
+        state.leases.retry(source, state.now_s + wait_s)
         source.num_refusals += 1
         if failure.kind is FailureKind.INVALID_REQUEST:
             state.fail(sequence, failure)

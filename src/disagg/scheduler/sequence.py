@@ -24,7 +24,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "_waiting_work",
+        "_work",
         "answer_ids",
         "arrival",
         "arrived_s",
@@ -48,6 +48,7 @@ class Sequence:
         "root",
         "source",
         "spec",
+        "sure_length",
         "task",
     )
 
@@ -76,6 +77,9 @@ class Sequence:
         self.hashes: list[BlockHash] = []
         self.answer_ids = list(emitted_ids)
         self.needs_history = spec.sampling.needs_history
+        # Tokens that its answer gets whatever they are; 0 where each of them decides about the next.
+        is_open = self.needs_history or spec.sampling.stop_token_ids or spec.sampling.grammar is not None
+        self.sure_length = 0 if is_open else spec.sampling.max_tokens
         self.num_to_read = len(spec.prompt_ids) + len(emitted_ids)
         self.num_computed = 0
         self.num_cached = 0
@@ -83,7 +87,7 @@ class Sequence:
         self.num_committed = 0  # blocks
         self.num_expected = 0  # tokens found in the prefix index when it came: what is cached is known at admission
         self.prompt_logprobs: list[TokenLogprobs] = []  # so far, where they are wanted
-        self._waiting_work: PromptWork | None = None
+        self._work: PromptWork | None = None
         self.grammar_until_s: float | None = None  # while its grammar is prepared: for how long at most
         self.is_in_step = False
         self.is_counted = False  # among its tenant's open prompts
@@ -121,14 +125,6 @@ class Sequence:
         return self.spec.sampling.num_prompt_logprobs is not None and not self.answer_ids
 
     @property
-    def num_sure_tokens(self) -> int:
-        """How many more tokens its answer gets whatever they are; 1 where each decides about the next."""
-        sampling = self.spec.sampling
-        if self.needs_history or sampling.stop_token_ids or sampling.grammar is not None:
-            return 1
-        return sampling.max_tokens - len(self.answer_ids)
-
-    @property
     def max_cached_tokens(self) -> int:
         """How much of what is to be read may come from a cache. A scored prompt is computed from its start.
 
@@ -150,11 +146,10 @@ class Sequence:
     @property
     def prompt_work(self) -> PromptWork:
         """What is to be read here before the next token of the answer."""
-        if self.state is not SequenceState.WAITING:
-            return self._work_from(self.num_computed)
-        if self._waiting_work is None:  # many may wait, at every step
-            self._waiting_work = self._work_from(self.num_expected)
-        return self._waiting_work
+        position = self.num_expected if self.machine.state is SequenceState.WAITING else self.num_computed
+        if self._work is None or self._work.position != position:  # many wait, at every step, and few get on
+            self._work = self._work_from(position)
+        return self._work
 
     def _work_from(self, position: int) -> PromptWork:
         return PromptWork(
@@ -196,7 +191,7 @@ class Sequence:
         self.task = Task.WHOLE
         self.num_to_read = self.num_prompt_tokens + len(self.answer_ids)
         self.num_computed = self.num_cached = self.num_received = self.num_committed = self.num_expected = 0
-        self._waiting_work = None
+        self._work = None
         self.hashes.clear()
         self.destination = None
 

@@ -31,7 +31,7 @@ class HandoffSource:
         self.handoff_id = handoff_id
         self.peer = peer
         self.fence = fence
-        self.machine = Machine(SOURCE_TABLE, str(handoff_id))
+        self.machine = Machine(SOURCE_TABLE, handoff_id)
         self.lease_until_s = float("inf")
         self.retry_at_s = 0.0
         self.num_refusals = 0

@@ -1,8 +1,7 @@
 """What the parts of one worker's scheduler share: blocks, sequences, peers, counters, and the actions so far."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator
 
 from disagg.core.errors import Failure, InternalFault
 from disagg.core.ids import BlockId, HandoffId, RequestId, SequenceId, WorkerId
@@ -27,8 +26,10 @@ from disagg.protocol.messages import (
 from disagg.scheduler.actions import Action, RevokeGrant, SendToPeer, SendToRouter, StopPushes
 from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.destination import HandoffDestination
+from disagg.scheduler.leases import Leases
 from disagg.scheduler.outgoing import Outgoing
 from disagg.scheduler.sequence import Sequence
+from disagg.scheduler.sequence_table import SequenceTable
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import (
     HANDOFF_BYTES,
@@ -56,15 +57,13 @@ class SchedulerState:
         self.counters = Counters()
         # In order of arrival. An attempt that was dropped stays until nothing uses its blocks any more.
         self.sequences: dict[HandoffId, Sequence] = {}
+        self.leases = Leases(self.sequences)
         self.peers: dict[WorkerId, WorkerCard] = {}
         self.links: dict[WorkerId, LinkRate] = {}  # to paired peers that KV was sent to
         self.now_s = 0.0
         self.step_times = StepTimes()
         self.tenants = TenantService()
-        # By state, then by arrival; in each state in order of entering it.
-        self._in_state: dict[SequenceState, dict[int, Sequence]] = {state: {} for state in SequenceState}
-        self._refused: dict[int, Sequence] = {}  # waiting, and there was no room at least once
-        self._streams: tuple[Sequence, ...] | None = None
+        self.table = SequenceTable()
         self._live: dict[SequenceId, Sequence] = {}
         # So that a late repeat starts nothing, and a source that asks hears whether its hand-off was taken.
         self._ended: OrderedDict[HandoffId, bool] = OrderedDict()
@@ -84,21 +83,17 @@ class SchedulerState:
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.attempt_id] = sequence
         self._live[sequence.sequence_id] = sequence
-        self._in_state[sequence.state][sequence.arrival] = sequence
+        self.table.put(sequence)
         self._expect_hits(sequence)
         self._count_open(sequence)
 
     def move(self, sequence: Sequence, trigger: SequenceTrigger) -> None:
         """Fire a trigger of the sequence's table. Nothing else changes the state of a sequence that was added."""
-        before = sequence.state
-        del self._in_state[before][sequence.arrival]
-        state = sequence.machine.fire(trigger)
-        self._in_state[state][sequence.arrival] = sequence
-        if SequenceState.DECODING in (before, state):
-            self._streams = None
-        if before is SequenceState.WAITING:
-            self._refused.pop(sequence.arrival, None)
-            sequence.refused_since_s = float("inf")
+        if sequence.state is SequenceState.WAITING:
+            self.table.forget_refusal(sequence)
+        self.table.take_out(sequence)
+        sequence.machine.fire(trigger)
+        self.table.put(sequence)
         self._count_open(sequence)
 
     def preempt(self, sequence: Sequence) -> None:
@@ -112,26 +107,7 @@ class SchedulerState:
 
     def refuse(self, sequence: Sequence) -> None:
         """There was no room for a waiting sequence."""
-        sequence.refused_since_s = min(sequence.refused_since_s, self.now_s)
-        self._refused[sequence.arrival] = sequence
-
-    def in_state(self, *states: SequenceState) -> Iterator[Sequence]:
-        """Sequences in these states; take a list of it before changing any."""
-        return chain.from_iterable(self._in_state[state].values() for state in states)
-
-    def num_in_state(self, state: SequenceState) -> int:
-        return len(self._in_state[state])
-
-    def has_any(self, states: Iterable[SequenceState]) -> bool:
-        """Whether there is a sequence in one of these states."""
-        return any(self._in_state[state] for state in states)
-
-    def streams(self) -> tuple[Sequence, ...]:
-        """Those that write answers: the higher priority first, then the older."""
-        if self._streams is None:
-            decoding = self._in_state[SequenceState.DECODING].values()
-            self._streams = tuple(sorted(decoding, key=lambda each: (-each.spec.priority, each.arrival)))
-        return self._streams
+        self.table.refuse(sequence, self.now_s)
 
     def in_reading_order(self, sequences: Iterable[Sequence]) -> Iterator[Sequence]:
         """The order in which prompts are to run; lazily. Take in what changes it before asking again."""
@@ -188,7 +164,7 @@ class SchedulerState:
     def tell(self, peer: WorkerId, message: WorkerToWorker) -> None:
         self._outgoing.act(SendToPeer(peer, message))
 
-    def emit_tokens(self, tokens: Iterable[EmittedToken]) -> None:
+    def emit_tokens(self, tokens: Collection[EmittedToken]) -> None:
         self._outgoing.emit(tokens)
 
     def report_prompt(self, sequence: Sequence) -> None:
@@ -218,8 +194,7 @@ class SchedulerState:
     @property
     def num_running(self) -> int:
         """Sequences that hold blocks to compute or receive into."""
-        waiting = self._in_state[SequenceState.WAITING]
-        return len(self.sequences) - len(waiting) + sum(1 for sequence in waiting.values() if sequence.blocks)
+        return len(self.sequences) - self.table.num_in_state(SequenceState.WAITING) + len(self.table.asking)
 
     def is_full(self) -> bool:
         """Whether as many run as may."""
@@ -228,14 +203,11 @@ class SchedulerState:
     @property
     def num_spare_blocks(self) -> int:
         """Blocks to leave at an admission: running streams grow, and preempting them would cost more than waiting."""
-        return len(self._in_state[SequenceState.DECODING])
+        return self.table.num_in_state(SequenceState.DECODING)
 
     def would_overtake(self, sequence: Sequence) -> bool:
         """Somebody older has been refused room for too long to be overtaken again."""
-        limit_s = self.now_s - self.config.starvation_s
-        return any(
-            other.refused_since_s < limit_s and other.arrival < sequence.arrival for other in self._refused.values()
-        )
+        return self.table.would_overtake(sequence, self.now_s - self.config.starvation_s)
 
     # --- ends of sequences -------------------------------------------------------------------------------------
 
@@ -306,7 +278,7 @@ class SchedulerState:
         self.cache.release(sequence.blocks)
         sequence.blocks = ()
         del self.sequences[sequence.attempt_id]
-        del self._in_state[sequence.state][sequence.arrival]
+        self.table.take_out(sequence)
         if self._live.get(sequence.sequence_id) is sequence:
             del self._live[sequence.sequence_id]
         destination = sequence.destination
@@ -369,7 +341,11 @@ class SchedulerState:
         self.cache.check_invariants()
         self.step_times.check_invariants()
         self.tenants.check_invariants()
-        self._check_lists()
+        self.table.check_invariants(self.sequences.values())
+        self.leases.check_invariants(self.now_s)
+        for sequence in self.sequences.values():
+            if sequence.is_counted != sequence.reads_here:
+                raise InternalFault(f"{sequence.attempt_id} is {sequence.state} and counted otherwise")
         for peer, link in self.links.items():
             link.check_invariants()
             if peer not in self.peers:
@@ -397,19 +373,3 @@ class SchedulerState:
         for state, blocks in apart.items():
             if blocks != pool.blocks_in(state):
                 raise InternalFault(f"{state} blocks are {pool.blocks_in(state)}, hand-offs say {blocks}")
-
-    def _check_lists(self) -> None:
-        """What is kept so that no event looks at every sequence."""
-        for state, listed in self._in_state.items():
-            expected = {each.arrival: each for each in self.sequences.values() if each.state is state}
-            if listed != expected:
-                raise InternalFault(f"{state} lists arrivals {sorted(listed)}, they are {sorted(expected)}")
-        waiting = self._in_state[SequenceState.WAITING]
-        refused = {arrival for arrival, each in waiting.items() if each.refused_since_s < float("inf")}
-        if self._refused.keys() != refused:
-            raise InternalFault(f"refused are arrivals {sorted(refused)}, listed {sorted(self._refused)}")
-        if self._streams is not None and {*self._streams} != {*self._in_state[SequenceState.DECODING].values()}:
-            raise InternalFault("the ordered streams are not those that decode")
-        for sequence in self.sequences.values():
-            if sequence.is_counted != sequence.reads_here:
-                raise InternalFault(f"{sequence.attempt_id} is {sequence.state} and counted otherwise")

@@ -5,7 +5,7 @@ or an unused cached one, else the youngest stream gives up its blocks and starts
 what it has written is read again, and row independence makes that the same tokens). Prompts fill what is left.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import groupby, repeat
 
 import msgspec
@@ -36,7 +36,6 @@ from disagg.telemetry.metrics import (
 _Ended = tuple[Sequence, StepRow, EmittedToken | None]
 _Row = tuple[Sequence, StepRow]  # of the running step, and whose it is
 _Full = tuple[int, int, Sequence, int]  # n-th of some steps, row, whose last block it fills, tokens computed then
-_READS = frozenset(Task) - {Task.DECODE, Task.RECEIVE_PREFIX}  # what waits for a peer alone starts nothing by itself
 
 
 class Steps:
@@ -79,7 +78,7 @@ class Steps:
         if not rows:
             return
         self._rows, self._shape = tuple(rows), shape
-        self._planned, self._num_open = self._state.streams(), None
+        self._planned, self._num_open = self._state.table.streams(), None
         plan_rows = tuple([row for _, row in rows])
         self._running = StepPlan(StepId(self._next_step), plan_rows, self._report_every(prompts))
         self._next_step += 1
@@ -88,7 +87,7 @@ class Steps:
     def _chunks(self, streams: StepShape) -> list[tuple[Sequence, int]]:
         """Prompts of a step with these streams, and how many tokens of each."""
         state = self._state
-        prompts = {each.sequence_id: each for each in state.in_state(SequenceState.PREFILLING)}
+        prompts = {each.sequence_id: each for each in state.table.in_state(SequenceState.PREFILLING)}
         if not prompts:
             return []
         chunks = plan_chunks(
@@ -112,7 +111,7 @@ class Steps:
 
     def _streams(self) -> list[Sequence]:
         """Streams that have room for their next token; makes room at the expense of the youngest."""
-        waiting = [stream for stream in self._state.streams() if stream.grammar_until_s is None]
+        waiting = [stream for stream in self._state.table.streams() if stream.grammar_until_s is None]
         block_size = self._state.cache.block_size
         ready: list[Sequence] = []
         first, past_last = 0, len(waiting)
@@ -163,11 +162,18 @@ class Steps:
         self._count(event.duration_s)
         self._state.step_times.observe(self._shape, event.duration_s)
         failures = dict(event.result.failures)
-        sampled: dict[Task, list[EmittedToken]] = {}
+        sampled: defaultdict[Task, list[EmittedToken]] = defaultdict(list)
         scores = {each.sequence_id: each.logprobs for each in event.result.scores}
         block_size = self._state.cache.block_size
         for sequence, row, token in self._ended(event.result):
             state = sequence.machine.state
+            if state is SequenceState.DECODING and token is not None:  # nearly all of them
+                sequence.num_computed += 1
+                if sequence.num_computed // block_size > sequence.num_committed:
+                    self._commit(sequence)
+                sampled[sequence.task].append(token)
+                self._write(sequence, token)
+                continue
             if state in OVER:
                 self._state.end_if_unused(sequence)
                 continue
@@ -182,8 +188,8 @@ class Steps:
             if token is not None:
                 if sequence.needs_prompt_logprobs:
                     token = msgspec.structs.replace(token, prompt_logprobs=tuple(sequence.prompt_logprobs))
-                sampled.setdefault(sequence.task, []).append(token)
-                self._take_token(sequence, token)
+                sampled[sequence.task].append(token)
+                self._take_first_token(sequence, token)
             elif sequence.sequence_id in failures:
                 self._state.fail(sequence, failures[sequence.sequence_id])
         for task, tokens in sampled.items():
@@ -194,13 +200,12 @@ class Steps:
         """See Scheduler.num_alike."""
         state, num_rows = self._state, len(self._rows)
         # The tuple of streams is made anew whenever one begins or ends.
-        if self._running is None or state.streams() is not self._planned or len(self._planned) != num_rows:
+        if self._running is None or state.table.streams() is not self._planned or len(self._planned) != num_rows:
             return 1
-        waiting = state.in_state(SequenceState.WAITING)
-        if state.num_in_state(SequenceState.PREFILLING) or any(each.task in _READS for each in waiting):
+        if state.table.num_in_state(SequenceState.PREFILLING) or state.table.starts_something:
             return 1
         if self._num_open is None:
-            self._num_open = min([sequence.num_sure_tokens for sequence, _ in self._rows]) - 1
+            self._num_open = min([sequence.sure_length - len(sequence.answer_ids) for sequence, _ in self._rows]) - 1
         # As if every stream filled a block at once: whatever comes, none has to give up its blocks.
         num_with_room = (state.cache.num_available // num_rows - 1) * state.cache.block_size
         return min(most, self._num_open, num_with_room)
@@ -261,12 +266,10 @@ class Steps:
         rows, self._rows, self._running, self._planned = self._rows, (), None, ()
         for sequence, _ in rows:
             sequence.is_in_step = False
-        if len(result.tokens) == len(rows):
-            ended: list[_Ended] = [
-                (sequence, row, token) for (sequence, row), token in zip(rows, result.tokens, strict=True)
-            ]
-            if all(token and row.sequence_id is token.sequence_id for _, row, token in ended):
-                return ended
+        sampled = [row.sequence_id for _, row in rows if row.sampling is not None]
+        if sampled == [token.sequence_id for token in result.tokens]:
+            following = iter(result.tokens)
+            return [(sequence, row, next(following) if row.sampling is not None else None) for sequence, row in rows]
         tokens = {token.sequence_id: token for token in result.tokens}
         return [(sequence, row, tokens.get(row.sequence_id)) for sequence, row in rows]
 
@@ -288,18 +291,26 @@ class Steps:
             sequence.blocks = state.cache.commit_shared(hashes, sequence.blocks, sequence.num_committed)
         sequence.num_committed = num_full
 
-    def _take_token(self, sequence: Sequence, token: EmittedToken) -> None:
-        sequence.answer_ids.append(token.token_id)
+    def _take_first_token(self, sequence: Sequence, token: EmittedToken) -> None:
+        """The prompt is computed."""
         state = self._state
-        if sequence.machine.state is SequenceState.PREFILLING:
-            state.report_prompt(sequence)
-            state.counters.add(PROMPT_TOKENS_CACHED, sequence.num_cached, label=sequence.task.value)
-            if sequence.source is not None:
-                self._sending.finish_prefill(sequence, sequence.source, token)
-                return
-            state.move(sequence, SequenceTrigger.PROMPT_COMPUTED)
-        if finish_reason(sequence.spec.sampling, token.token_id, len(sequence.answer_ids)) is not None:
-            state.finish(sequence)
+        state.report_prompt(sequence)
+        state.counters.add(PROMPT_TOKENS_CACHED, sequence.num_cached, label=sequence.task.value)
+        if sequence.source is not None:
+            sequence.answer_ids.append(token.token_id)
+            self._sending.finish_prefill(sequence, sequence.source, token)
+            return
+        state.move(sequence, SequenceTrigger.PROMPT_COMPUTED)
+        self._write(sequence, token)
+
+    def _write(self, sequence: Sequence, token: EmittedToken) -> None:
+        """The next token of an answer that is written here."""
+        sequence.answer_ids.append(token.token_id)
+        num_tokens = len(sequence.answer_ids)
+        if num_tokens < sequence.sure_length:
+            return
+        if finish_reason(sequence.spec.sampling, token.token_id, num_tokens) is not None:
+            self._state.finish(sequence)
 
     def _count(self, duration_s: float) -> None:
         has_stream, has_prompt = self._shape.num_streams > 0, self._shape.num_prompt_tokens > 0

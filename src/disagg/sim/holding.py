@@ -34,12 +34,13 @@ class HeldTokens:
         seen_s = self._heap.now_s + self._message_s
         holding = self._by_worker.setdefault(worker.worker_id, {})
         passed_on: list[EmittedToken] = []
+        open_records, note_token = self._open, self._records.note_token
         for token in message.tokens:
             sequence_id, position = token.sequence_id, token.position
-            record = self._open.get(sequence_id.request_id)
+            record = open_records.get(sequence_id.request_id)
             if record is None or position != record.num_tokens:
                 continue  # a repeat, or of a request that has ended
-            self._records.note_token(record, seen_s)
+            note_token(record, seen_s)
             if record.num_tokens == record.request.num_output_tokens:
                 passed_on += take_held(record, sequence_id, position)
                 passed_on.append(token)

@@ -109,13 +109,13 @@ class RecordTable:
 
     def note_token(self, record: OpenRecord, now_s: float) -> None:
         """The next token of an answer; the same gap many times in a row is counted at once."""
-        record.num_tokens += 1
-        if record.num_tokens == 1:
-            record.first_s = record.last_s = now_s
-            return
-        gap_s = now_s - record.last_s
-        if record.num_tokens == 2:
+        record.num_tokens = num_tokens = record.num_tokens + 1
+        if num_tokens <= 2:
+            if num_tokens == 1:
+                record.first_s = record.last_s = now_s
+                return
             record.second_s = now_s
+        gap_s = now_s - record.last_s
         record.last_s = now_s
         if gap_s > record.max_gap_s:
             record.max_gap_s = gap_s

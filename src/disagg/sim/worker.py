@@ -52,7 +52,7 @@ class Surroundings(Protocol):
         """Tokens of several steps, in order of rows, then of steps, and when each step ended."""
 
     def note_step(self, worker: "SimWorker", plan: StepPlan) -> None:
-        """A step begins."""
+        """A step that reads prompts begins."""
 
 
 class Stretch:
@@ -181,8 +181,10 @@ class SimWorker:
         if num_alike > 1:
             self._begin_stretch(plan, num_alike)
             return
-        self._around.note_step(self, plan)
-        duration_s = self._steps.step_s(shape_of(plan))
+        shape = shape_of(plan)
+        if shape.prefill:
+            self._around.note_step(self, plan)
+        duration_s = self._steps.step_s(shape)
         num_layers = self.card.layout.num_layers
         if self._is_small and plan.report_every:
             for layers in range(plan.report_every, num_layers, plan.report_every):

@@ -17,7 +17,9 @@ class Counters:
     def add(self, metric: Metric, amount: float = 1.0, label: str = "") -> None:
         if amount < 0:
             raise InternalFault(f"{metric.name} cannot fall by {-amount}")
-        totals = self._totals.setdefault(metric.name, {})
+        totals = self._totals.get(metric.name)
+        if totals is None:
+            totals = self._totals[metric.name] = {}
         if label not in totals and len(totals) >= MAX_LABEL_VALUES:
             label = "other"
         totals[label] = totals.get(label, 0.0) + amount

@@ -59,7 +59,7 @@ def test_a_window_is_the_part_whose_load_is_nearest_to_the_whole(tmp_path: Path)
 
 
 def test_samples_stand_for_all() -> None:
-    samples = TRAFFIC.samples()
+    samples = TRAFFIC.samples
     mean = sum(prompt for prompt, _, _ in samples) / len(samples)
     assert mean == pytest.approx(TRAFFIC.mean_prompt, rel=0.05)
 

@@ -1,8 +1,11 @@
 """Who serves a sequence, on which path, and what is said when nobody can."""
 
+import random
 from collections.abc import Iterable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from disagg.core.ids import WorkerId
 from disagg.core.roles import Role
@@ -304,3 +307,69 @@ def test_a_choice_follows_another_where_something_is_shared_and_there_is_room(
     writer = view("d", Role.DECODE, num_blocks=100, claimed=claimed)
     placement = Placement(Path.LOCAL, PlacementReason.SHORT_PROMPT, WorkerId(alone))
     assert can_follow(writer, demand(num_prompt), placement) is expected
+
+
+def plainly_chosen(workers: list[WorkerView], wanted: Demand, local_prefill_tokens: int) -> Placement | NoPlacement:
+    """The rule as it reads, every worker looked at for every part of it."""
+
+    def decode_rank(each: WorkerView) -> tuple[bool, float, int, str]:
+        share = each.num_claimed_blocks / each.num_blocks
+        return each.worker_id != wanted.preferred_decode, share, each.num_open, each.worker_id
+
+    def prefill_rank(each: WorkerView) -> tuple[bool, int, int, str]:
+        return each.worker_id != wanted.preferred_prefill, each.num_waiting_tokens, each.num_open, each.worker_id
+
+    writers = [each for each in workers if each.role is not Role.PREFILL]
+    writers = [each for each in writers if each.worker_id not in wanted.excluded] or writers
+    if not writers:
+        return NoPlacement(what_is_missing(workers))
+    sources = [each for each in workers if each.role is Role.PREFILL and each.worker_id not in wanted.excluded]
+    reachable = {name for each in sources for name in each.partners}
+    whole = [each for each in writers if each.role is Role.MIXED or each.worker_id in reachable] or writers
+    decode = min([each for each in whole if each.can_hold(wanted.num_total_tokens)] or whole, key=decode_rank)
+    if decode.role is Role.MIXED:
+        return Placement(Path.MIXED, PlacementReason.MIXED_WORKER, decode.worker_id)
+    is_preferred = decode.worker_id == wanted.preferred_decode
+    if (wanted.num_uncached_tokens if is_preferred else wanted.num_prompt_tokens) <= local_prefill_tokens:
+        return Placement(Path.LOCAL, PlacementReason.SHORT_PROMPT, decode.worker_id)
+    partners = [each for each in sources if decode.worker_id in each.partners]
+    able = [each for each in partners if each.can_hold(wanted.num_prompt_tokens)]
+    if not able:
+        reason = PlacementReason.PREFILL_POOL_TOO_SMALL if partners else PlacementReason.NO_PREFILL_WORKER
+        return Placement(Path.LOCAL, reason, decode.worker_id)
+    prefill = min(able, key=prefill_rank)
+    return Placement(Path.REMOTE, PlacementReason.LONG_PROMPT, decode.worker_id, prefill.worker_id)
+
+
+@settings(max_examples=300)
+@given(seed=st.integers(0, 2**32))
+def test_the_choice_is_that_of_the_plain_rule(seed: int) -> None:
+    rng = random.Random(seed)
+    names = [f"w{index}" for index in range(rng.randint(0, 6))]
+
+    def some(share: float) -> list[str]:
+        return [name for name in names if rng.random() < share]
+
+    workers = [
+        view(
+            name,
+            rng.choice([Role.PREFILL, Role.DECODE, Role.DECODE, Role.MIXED] if rng.random() < 0.2 else [*Role][:2]),
+            partners=some(0.6),
+            num_blocks=rng.choice([4, 50, 1000]),
+            claimed=rng.randint(0, 3),
+            waiting=rng.randint(0, 2),
+            num_open=rng.randint(0, 2),
+        )
+        for name in names
+    ]
+    known = [*names, "gone", None]
+    wanted = demand(
+        rng.choice([10, 100, 900]),
+        rng.choice([1, 500]),
+        rng.choice([0, 8]),
+        decode=rng.choice(known),
+        prefill=rng.choice(known),
+        excluded=some(0.2),
+    )
+    local = rng.choice([0, 50])
+    assert choose(workers, wanted, local) == plainly_chosen(workers, wanted, local)

@@ -132,11 +132,11 @@ class RooflineModel:
     def step_s(self, shape: StepShape) -> float:
         """See StepModel. With pipeline stages, streams go round in as many batches as there are stages; prompts are
         cut into micro-batches as is fastest and pay for filling the pipeline."""
-        if not shape.num_tokens:
+        whole = _Part.whole(shape, self.model)
+        if not whole.rows:
             return 0.0
         if self.pp == 1:
-            return self._stage_s(_Part.whole(shape, self.model))
-        whole = _Part.whole(shape, self.model)
+            return self._stage_s(whole)
         if not shape.prefill:
             return self.pp * self._stage_s(whole.share(min(self.pp, shape.num_decode)))
         counts = (1, self.pp, 2 * self.pp, 4 * self.pp)
@@ -281,10 +281,11 @@ class _Part(NamedTuple):
 
     @classmethod
     def whole(cls, shape: StepShape, model: ModelShape) -> "_Part":
+        num_prompt_tokens = shape.num_prompt_tokens
         return cls(
-            rows=shape.num_tokens,
+            rows=num_prompt_tokens + shape.num_decode,
             sequences=len(shape.prefill) + shape.num_decode,
-            prompt_tokens=shape.num_prompt_tokens,
+            prompt_tokens=num_prompt_tokens,
             prompt_pairs=sum(model.prompt_pairs(new, cached) for new, cached in shape.prefill),
             cached_tokens=sum(cached for _, cached in shape.prefill),
             streams=shape.num_decode,

@@ -1,0 +1,143 @@
+"""One worker's sequences by what they do and what they wait for, so that no event looks at all of them.
+
+WAITING   for a peer's bytes   tasks DECODE, RECEIVE_PREFIX: they start nothing by themselves
+          for blocks here      the other tasks, by task
+          for a peer's answer  the same, with blocks of their own: room was asked for
+others    by state
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
+
+from disagg.core.errors import InternalFault
+from disagg.core.ids import BlockId
+from disagg.core.roles import Task
+from disagg.protocol.lifecycle import SequenceState
+from disagg.scheduler.sequence import Sequence
+
+SENDS = (Task.PREFILL, Task.SEND_PREFIX)
+RECEIVES = (Task.DECODE, Task.RECEIVE_PREFIX)
+
+_Listed = dict[int, Sequence]  # by arrival
+
+
+class SequenceTable:
+    """put() and take_out() go around whatever changes a sequence's state; set_blocks() is for one that waits."""
+
+    def __init__(self) -> None:
+        self._in_state: dict[SequenceState, _Listed] = {state: {} for state in SequenceState}
+        self._waiting: dict[Task, _Listed] = {task: {} for task in Task}  # without blocks
+        self._asking: _Listed = {}  # waiting, with blocks
+        self._refused: _Listed = {}  # waiting, and there was no room at least once; in the order of the first time
+        self._order: list[tuple[int, int]] = []  # of streams: (-priority, arrival), ascending
+        self._streams: tuple[Sequence, ...] | None = None  # in that order, until one begins or ends
+
+    def put(self, sequence: Sequence) -> None:
+        """As it is now."""
+        state = sequence.state
+        self._in_state[state][sequence.arrival] = sequence
+        if state is SequenceState.WAITING:
+            self._list_waiting(sequence)
+        elif state is SequenceState.DECODING:
+            insort(self._order, (-sequence.spec.priority, sequence.arrival))
+            self._streams = None
+
+    def take_out(self, sequence: Sequence) -> None:
+        """As it was put in."""
+        state = sequence.state
+        del self._in_state[state][sequence.arrival]
+        if state is SequenceState.WAITING:
+            self._unlist_waiting(sequence)
+        elif state is SequenceState.DECODING:
+            del self._order[bisect_left(self._order, (-sequence.spec.priority, sequence.arrival))]
+            self._streams = None
+
+    def set_blocks(self, sequence: Sequence, blocks: tuple[BlockId, ...]) -> None:
+        """A waiting sequence takes blocks to ask a peer with, or has given them back."""
+        self._unlist_waiting(sequence)
+        sequence.blocks = blocks
+        self._list_waiting(sequence)
+
+    def _list_waiting(self, sequence: Sequence) -> None:
+        listed = self._asking if sequence.blocks else self._waiting[sequence.task]
+        listed[sequence.arrival] = sequence
+
+    def _unlist_waiting(self, sequence: Sequence) -> None:
+        listed = self._asking if sequence.blocks else self._waiting[sequence.task]
+        del listed[sequence.arrival]
+
+    def refuse(self, sequence: Sequence, now_s: float) -> None:
+        """There was no room for a waiting sequence."""
+        sequence.refused_since_s = min(sequence.refused_since_s, now_s)
+        self._refused[sequence.arrival] = sequence
+
+    def forget_refusal(self, sequence: Sequence) -> None:
+        """It waits no more."""
+        self._refused.pop(sequence.arrival, None)
+        sequence.refused_since_s = float("inf")
+
+    def in_state(self, *states: SequenceState) -> Iterator[Sequence]:
+        """Sequences in these states, in order of entering them; take a list of it before changing any."""
+        return chain.from_iterable(self._in_state[state].values() for state in states)
+
+    def num_in_state(self, state: SequenceState) -> int:
+        return len(self._in_state[state])
+
+    def waiting(self, tasks: Iterable[Task]) -> list[Sequence]:
+        """Those without blocks that have one of these tasks here."""
+        return [sequence for task in tasks for sequence in self._waiting[task].values()]
+
+    def has_waiting(self, tasks: Iterable[Task]) -> bool:
+        """Whether waiting(tasks) would give any."""
+        return any(self._waiting[task] for task in tasks)
+
+    @property
+    def asking(self) -> Collection[Sequence]:
+        """Those that wait with blocks."""
+        return self._asking.values()
+
+    @property
+    def starts_something(self) -> bool:
+        """Whether anything waits that may begin to read here without having heard from a peer."""
+        num_for_peer = sum(len(self._waiting[task]) for task in RECEIVES)
+        return self.num_in_state(SequenceState.WAITING) > num_for_peer
+
+    def streams(self) -> tuple[Sequence, ...]:
+        """Those that write answers: the higher priority first, then the older. Made anew when one begins or ends."""
+        if self._streams is None:
+            decoding = self._in_state[SequenceState.DECODING]
+            self._streams = tuple([decoding[arrival] for _, arrival in self._order])
+        return self._streams
+
+    def would_overtake(self, sequence: Sequence, limit_s: float) -> bool:
+        """Somebody older has been refused room since before limit_s."""
+        for other in self._refused.values():
+            if other.refused_since_s >= limit_s:
+                return False  # the others were refused later
+            if other.arrival < sequence.arrival:
+                return True
+        return False
+
+    def check_invariants(self, sequences: Collection[Sequence]) -> None:
+        """sequences: all there are."""
+        for state, listed in self._in_state.items():
+            expected = {each.arrival: each for each in sequences if each.state is state}
+            if listed != expected:
+                raise InternalFault(f"{state} lists arrivals {sorted(listed)}, they are {sorted(expected)}")
+        waiting = self._in_state[SequenceState.WAITING]
+        for task, listed in self._waiting.items():
+            arrivals = {arrival for arrival, each in waiting.items() if each.task is task and not each.blocks}
+            if listed.keys() != arrivals:
+                raise InternalFault(f"waiting to {task} are arrivals {sorted(arrivals)}, listed {sorted(listed)}")
+        if self._asking.keys() != {arrival for arrival, each in waiting.items() if each.blocks}:
+            raise InternalFault(f"listed as waiting with blocks are arrivals {sorted(self._asking)}, which is not so")
+        refused = {arrival for arrival, each in waiting.items() if each.refused_since_s < float("inf")}
+        if self._refused.keys() != refused:
+            raise InternalFault(f"refused are arrivals {sorted(refused)}, listed {sorted(self._refused)}")
+        since_s = [each.refused_since_s for each in self._refused.values()]
+        if since_s != sorted(since_s):
+            raise InternalFault("the refused are not listed in the order in which they were")
+        decoding = self._in_state[SequenceState.DECODING].values()
+        if self.streams() != tuple(sorted(decoding, key=lambda each: (-each.spec.priority, each.arrival))):
+            raise InternalFault("the ordered streams are not those that decode, or not in their order")
