@@ -56,7 +56,10 @@ class _Load(msgspec.Struct, frozen=True):
 
 
 def measure_served(config: WorkerConfig, *, rounds: int, say: Callable[[str], None]) -> ServedTimes:
-    """config: of every worker; without threads in it, cores are shared out. Raises ConfigurationError when an answer fails."""
+    """config: of every worker; without threads in it, cores are shared out.
+
+    Raises ConfigurationError when an answer fails.
+    """
     if rounds < 1:
         raise ConfigurationError(f"{rounds} rounds of served loads: at least 1 must be measured")
     ids = plain_ids(config.model)
@@ -154,9 +157,7 @@ class Seen:
         first_gaps_s = [gap_s for key in lone for gap_s in self.first_gaps_s[key]]
         return ServedTimes(
             prompts=tuple(ServedPrompt(n, _median(self.ttfts_s, key)) for n, key in zip(PROMPTS, lone, strict=True)),
-            gaps=tuple(
-                ServedGap(n, STREAM_PROMPT + ANSWER / 2, _median(self.gaps_s, f"streams {n}")) for n in STREAMS
-            ),
+            gaps=tuple(ServedGap(n, STREAM_PROMPT + ANSWER / 2, _median(self.gaps_s, f"streams {n}")) for n in STREAMS),
             first_gap_s=_median({"lone": first_gaps_s}, "lone"),
             prompt_tokens=PROMPT,
             ttft_beside_prompts_s=_median(self.ttfts_s, PROMPTS_TWICE),

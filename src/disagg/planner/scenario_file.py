@@ -79,7 +79,7 @@ class PoolTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HereTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Equal workers of this project on the machine of a profile, all on one machine; other limits are their defaults."""
+    """Equal workers of this project, all on the machine of one profile; their other limits are the defaults."""
 
     role: Role
     count: int

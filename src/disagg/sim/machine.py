@@ -38,7 +38,7 @@ class Machine:
         self._next_s = float("inf")
 
     def begin(self, worker: str, prompt_share: float, marks: Sequence[Mark]) -> None:
-        """A step begins now. marks: in order; the last is its end. Raises InternalFault when one of this worker runs."""
+        """A step begins. marks: in order; the last is its end. Raises InternalFault when one of this worker runs."""
         if worker in self._running:
             raise InternalFault(f"{worker} begins a step while one runs")
         self._advance()
@@ -84,4 +84,6 @@ class Machine:
     def check_invariants(self) -> None:
         for worker, running in self._running.items():
             if not 0 < running.rate <= 1 or not running.marks:
-                raise InternalFault(f"the step of {worker} goes at {running.rate:g} with {len(running.marks)} marks left")
+                raise InternalFault(
+                    f"the step of {worker} goes at {running.rate:g} with {len(running.marks)} marks left"
+                )

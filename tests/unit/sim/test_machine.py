@@ -50,7 +50,7 @@ def test_steps_slow_each_other_only_while_both_run() -> None:
     rig = Rig()
     rig.begin("prompt", 1.0, 3.0)
     rig.heap.at(1.0, rig.begin, "streams", 0.0, 0.5, 1.0)
-    # Streams beside a prompt: 1.25 times as long, so until 2.25; the prompt gets on by 1.25 / 1.5 of a second meanwhile.
+    # Streams take 1.25 times as long, so until 2.25; meanwhile the prompt gets on by 1.25 / 1.5 of a second.
     assert rig.run() == [("streams", 1.625), ("streams", 2.25), ("prompt", round(2.25 + 2 - 1.25 / 1.5, 6))]
 
 

@@ -90,10 +90,7 @@ def fit_serving(engine: StepCosts, times: ServedTimes, message_s: float) -> Serv
         ]
     )
     fixed_s, prompt_token_s = _line(
-        [
-            (each.num_tokens, each.ttft_s - _pairs_s(engine, each.num_tokens), each.ttft_s)
-            for each in times.prompts
-        ]
+        [(each.num_tokens, each.ttft_s - _pairs_s(engine, each.num_tokens), each.ttft_s) for each in times.prompts]
     )
     costs = msgspec.structs.replace(engine, base_s=base_s, stream_s=stream_s, prompt_token_s=prompt_token_s)
     return Serving(
