@@ -16,8 +16,16 @@ from disagg.core.errors import ConfigurationError
 # alignment, *.exp: prompt_len, output_len): every twentieth, then 99 and 100 %. Prompts and answers hardly correlate
 # (-0.13) and are drawn apart.
 SHARES = (*(n / 20 for n in range(20)), 0.99, 1.0)
-PROMPTS = tuple(map(int, "@"))
-ANSWERS@
+# fmt: off
+PROMPTS = (
+    2, 25, 89, 166, 244, 316, 379, 454, 518, 603, 685,
+    772, 858, 954, 1044, 1149, 1277, 1421, 1546, 1723, 1922, 2031,
+)
+ANSWERS = (
+    1, 6, 9, 12, 15, 18, 22, 28, 36, 53, 78,
+    115, 159, 212, 258, 304, 350, 407, 512, 648, 969, 1809,
+)
+# fmt: on
 _SAMPLE = 10_000
 _ROUNDS = 10
 _TRIES = 10_000
