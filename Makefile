@@ -108,6 +108,7 @@ bench: $(STAMP) ## every benchmark, on a quiet machine (long; ARGS=--quick: shor
 	@echo "== interference"; $(PY) benchmarks/interference.py $(ARGS)
 	@echo "== disagg bench: accuracy"; $(PY) benchmarks/bench_accuracy.py $(ARGS)
 	@echo "== disagg bench: agreement"; $(PY) benchmarks/bench_agreement.py $(ARGS)
+	@echo "== the simulator beside the live system"; $(PY) benchmarks/simulated_live.py $(ARGS)
 
 .PHONY: bench-report
 bench-report: $(STAMP) ## mixed beside separate on chat, RAG and code mixes, into docs/bench (quiet machine; long)

@@ -26,6 +26,9 @@ def profile(
     max_prompt: Annotated[int, typer.Option(help="Most prompt tokens of one step.")] = 1024,
     max_streams: Annotated[int, typer.Option(help="Most streams of one step.")] = 32,
     limit_s: Annotated[float, typer.Option(help="Seconds after which no round of all shapes is begun.")] = 120.0,
+    served_rounds: Annotated[
+        int, typer.Option(help="Also serve it by two workers and time so many rounds of steady loads; 0: only steps.")
+    ] = 0,
     device: opt.Device = _WORKER.device,
     num_threads: opt.NumThreads = _WORKER.num_threads,
     weights: opt.WeightsOption = _WORKER.weights,
@@ -35,7 +38,10 @@ def profile(
     num_blocks: opt.NumBlocks = _WORKER.num_blocks,
     block_size: opt.BlockSize = _WORKER.block_size,
 ) -> None:
-    """Time steps of a model here, fit costs to them, and write both to a file."""
+    """Time steps of a model here, fit costs to them, and write both to a file.
+
+    With --served-rounds also what serving adds: the worker loop, router and HTTP, a busy neighbour on this machine.
+    """
     name = default_served_name(model)
     config = WorkerConfig(
         model=str(launch.find_model(model, report=say)),
@@ -54,5 +60,5 @@ def profile(
     )
     if not out.parent.is_dir():
         raise ConfigurationError(f"{out.parent} is not a folder: make it first or give another --out")
-    asked = ProfileOptions(out, hardware, repeats, max_prompt, max_streams, limit_s)
+    asked = ProfileOptions(out, hardware, repeats, max_prompt, max_streams, limit_s, served_rounds)
     launch.run_profile(config, asked)

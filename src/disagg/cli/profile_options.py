@@ -14,6 +14,7 @@ class ProfileOptions(NamedTuple):
     max_prompt: int  # tokens of one step
     max_streams: int
     limit_s: float  # after which no round is begun
+    served_rounds: int = 0  # of loads on the model served here; 0: only the engine is timed
 
 
 def say(line: str) -> None:

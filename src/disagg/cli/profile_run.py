@@ -1,19 +1,40 @@
 """The work of `disagg profile`: time steps of a model on this machine, fit costs, write both."""
 
+import contextlib
+import os
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from disagg.cli.profile_options import ProfileOptions, say
+from disagg.cli.profile_served import NUM_WORKERS, measure_served
+from disagg.cluster.cores import split_cores
 from disagg.sim.hardware.fitted import Profile, ProfileCell
+from disagg.sim.hardware.serving import Serving, fit_serving
 from disagg.sim.hardware.step_model import StepShape
 from disagg.sim.hardware.sweep import SweepLimits, cells_of, fit_costs, measure, sweep_shapes
+from disagg.sim.scenario import MESSAGE_S
 from disagg.worker.config import WorkerConfig
 from disagg.worker.engines import load_engine
 
 
 def run_profile(config: WorkerConfig, asked: ProfileOptions) -> None:
     """Loads the engine in this process, without a worker around it. Raises ConfigurationError."""
+    with _on_a_share(config, is_served=asked.served_rounds > 0) as own:
+        result = _time_engine(own, asked)
+    if asked.served_rounds:
+        times = measure_served(config, rounds=asked.served_rounds, say=say)
+        serving = fit_serving(result.costs, times, MESSAGE_S)
+        result = msgspec.structs.replace(result, serving=serving)
+    asked.out.write_bytes(result.encode())
+    print("\n".join(report(result)))
+    say(f"written to {asked.out}")
+
+
+def _time_engine(config: WorkerConfig, asked: ProfileOptions) -> Profile:
     loaded = load_engine(config, Path(config.model))
     engine, layout = loaded.engine, loaded.engine.layout
     kv_tokens = engine.num_blocks * layout.block_size
@@ -29,7 +50,7 @@ def run_profile(config: WorkerConfig, asked: ProfileOptions) -> None:
         on_round=lambda done: say(f"round {done} of {asked.repeats + 1} done"),
     )
     costs = fit_costs(measured)
-    result = Profile(
+    return Profile(
         model=config.served_name,
         hardware=asked.hardware or (_processor() if config.device in ("auto", "cpu") else config.device),
         weights=loaded.pool.arithmetic,
@@ -40,9 +61,20 @@ def run_profile(config: WorkerConfig, asked: ProfileOptions) -> None:
         costs=costs,
         cells=cells_of(measured, costs),
     )
-    asked.out.write_bytes(result.encode())
-    print("\n".join(report(result)))
-    say(f"written to {asked.out}")
+
+
+@contextlib.contextmanager
+def _on_a_share(config: WorkerConfig, *, is_served: bool) -> Iterator[WorkerConfig]:
+    """The cores and threads that each of two workers gets, when such are to be served too."""
+    if not is_served or config.num_threads is not None or config.device not in ("auto", "cpu"):
+        yield config
+        return
+    share, usable = split_cores(NUM_WORKERS)[0], os.sched_getaffinity(0)
+    os.sched_setaffinity(0, share.cores or usable)
+    try:
+        yield msgspec.structs.replace(config, num_threads=share.num_threads)
+    finally:
+        os.sched_setaffinity(0, usable)
 
 
 def report(result: Profile) -> list[str]:
@@ -59,6 +91,23 @@ def report(result: Profile) -> list[str]:
             f"{1e9 * costs.context_token_s:.3g} ns a token of context"
         ),
         f"error: median {statistics.median(errors):.1%}, worst {max(errors):.1%} over {len(errors)} shapes",
+        *(_serving_lines(result.serving) if result.serving is not None else ()),
+    ]
+
+
+def _serving_lines(serving: Serving) -> list[str]:
+    costs, beside = serving.costs, serving.contention
+    return [
+        (
+            f"served: {1e3 * costs.base_s:.3g} ms a step, {1e6 * costs.prompt_token_s:.3g} us a prompt token, "
+            f"{1e6 * costs.stream_s:.3g} us a stream; {1e3 * serving.request_s:.3g} ms a request, "
+            f"{1e3 * serving.handoff_s:.3g} ms a hand-off"
+        ),
+        (
+            f"beside a busy neighbour: prompts {beside.prompts_beside_prompts:.2f} times as long by prompts, "
+            f"{beside.prompts_beside_streams:.2f} by streams; streams {beside.streams_beside_prompts:.2f} by prompts, "
+            f"{beside.streams_beside_streams:.2f} by streams"
+        ),
     ]
 
 

@@ -1,6 +1,8 @@
 """A scenario as people write it: one TOML file for `disagg simulate`, `plan` and `advise`."""
 
 import tomllib
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -16,8 +18,11 @@ from disagg.planner.estimate import Target
 from disagg.planner.fleet import Cut, Fleet, Steps, make_gpus
 from disagg.planner.traffic import Traffic, read_traffic
 from disagg.sim.hardware import catalogue
+from disagg.sim.hardware.fitted import Profile
 from disagg.sim.hardware.model_shape import ModelShape
 from disagg.sim.hardware.precision import Precision
+from disagg.sim.hardware.serving import Contention, Serving
+from disagg.sim.profiled import profiled_worker
 from disagg.sim.scenario import (
     Fidelity,
     Link,
@@ -29,6 +34,7 @@ from disagg.sim.scenario import (
     WorkerDrains,
     WorkerSpec,
 )
+from disagg.worker.config import WorkerConfig
 
 MOST_REQUESTS = 1 << 62
 
@@ -72,6 +78,16 @@ class PoolTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     usd_per_hour: float = 0.0
 
 
+class HereTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Equal workers of this project, all on the machine of one profile; their other limits are the defaults."""
+
+    role: Role
+    count: int
+    profile: str  # what `disagg profile` wrote
+    num_blocks: int | None = None
+    itl_target_s: float = 0.1
+
+
 class LineTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Between two sites, one way."""
 
@@ -88,6 +104,7 @@ class ScenarioFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: str = ""
     slo: SloTable = SloTable()
     pool: tuple[PoolTable, ...] = ()
+    here: tuple[HereTable, ...] = ()
     line: tuple[LineTable, ...] = ()
     dies: tuple[WorkerDies, ...] = ()
     breaks: tuple[LinkBreaks, ...] = ()
@@ -189,41 +206,71 @@ def fleet_of(file: ScenarioFile) -> Fleet:
 
 def scenario_of(file: ScenarioFile) -> Scenario:
     """As the simulator takes it. Raises ConfigurationError, with the missing gigabytes where the model does not fit."""
-    fleet = fleet_of(file)
-    steps = Steps(fleet)
-    workers: list[WorkerSpec] = []
-    numbers: dict[Role, int] = {}
-    for pool in file.pool:
-        cut = Cut(catalogue.accelerator(pool.device).name, pool.tp, pool.pp)
-        model = steps.of(cut)
-        own = msgspec.structs.replace(fleet, link=pool.link or file.link)
-        for _ in range(pool.count):
-            number = numbers.get(pool.role, 0)
-            numbers[pool.role] = number + 1
-            workers.append(
-                WorkerSpec(
-                    name=f"{pool.role}-{number}",
-                    role=pool.role,
-                    steps=model,
-                    site=pool.site,
-                    num_blocks=model.max_kv_tokens(file.block_size) // file.block_size,
-                    block_size=file.block_size,
-                    max_context=max(1 << 17, fleet.model.max_context or 0),
-                    chunk_tokens=pool.chunk_tokens,
-                    mixed_chunk_tokens=pool.mixed_chunk_tokens,
-                    max_running=pool.max_running,
-                    nic=network_card(own, cut, file.kv_wire),
-                )
-            )
+    numbers = {role: count() for role in Role}
+    serving = _serving_of(file)
     return Scenario(
-        workers=tuple(workers),
+        workers=(*_described(file, numbers), *_profiled(file, numbers)),
         work=work_of(file),
         slo=target_of(file).slo,
         fidelity=file.fidelity,
         lines=tuple(SiteLine(line.source, line.target, _line_of(line.link)) for line in file.line),
         faults=(*file.dies, *file.breaks, *file.drains),
         local_prefill_tokens=file.local_prefill_tokens,
+        contention=serving.contention if serving is not None else Contention(),
+        request_s=serving.request_s if serving is not None else 0.0,
     )
+
+
+def _described(file: ScenarioFile, numbers: dict[Role, "count[int]"]) -> Iterator[WorkerSpec]:
+    """Workers on devices of the catalogue."""
+    if not file.pool:
+        return
+    fleet = fleet_of(file)
+    steps = Steps(fleet)
+    for pool in file.pool:
+        cut = Cut(catalogue.accelerator(pool.device).name, pool.tp, pool.pp)
+        model = steps.of(cut)
+        own = msgspec.structs.replace(fleet, link=pool.link or file.link)
+        for _ in range(pool.count):
+            yield WorkerSpec(
+                name=f"{pool.role}-{next(numbers[pool.role])}",
+                role=pool.role,
+                steps=model,
+                site=pool.site,
+                num_blocks=model.max_kv_tokens(file.block_size) // file.block_size,
+                block_size=file.block_size,
+                max_context=max(1 << 17, fleet.model.max_context or 0),
+                chunk_tokens=pool.chunk_tokens,
+                mixed_chunk_tokens=pool.mixed_chunk_tokens,
+                max_running=pool.max_running,
+                nic=network_card(own, cut, file.kv_wire),
+            )
+
+
+def _profiled(file: ScenarioFile, numbers: dict[Role, "count[int]"]) -> Iterator[WorkerSpec]:
+    """Workers on the machine of a profile."""
+    for table in file.here:
+        profile = Profile.read(Path(file.folder, table.profile))
+        for _ in range(table.count):
+            config = WorkerConfig(
+                model=file.model,
+                served_name=file.model,
+                role=table.role,
+                worker_id=f"{table.role}-{next(numbers[table.role])}",
+                router_address="-",
+                num_blocks=table.num_blocks,
+                itl_target_s=table.itl_target_s,
+            )
+            yield profiled_worker(config, profile)
+
+
+def _serving_of(file: ScenarioFile) -> Serving | None:
+    """What all its profiles say of the machine. Raises ConfigurationError where two differ."""
+    profiles = [Profile.read(Path(file.folder, name)) for name in sorted({table.profile for table in file.here})]
+    found = [profile.serving for profile in profiles if profile.serving is not None]
+    if any(each != found[0] for each in found):
+        raise ConfigurationError(f"{file.name}: profiles of {len(found)} machines: all [[here]] workers are on one")
+    return found[0] if found else None
 
 
 def _line_of(name: str) -> Link:

@@ -34,6 +34,7 @@ class StepBudget(msgspec.Struct, frozen=True):
     mixed_chunk_tokens: int  # prompt tokens beside running streams, while there is no target or nothing learned
     max_running: int  # sequences that may hold blocks here at once
     itl_target_s: float = 0.0  # prompts beside streams fill steps up to this; 0: mixed_chunk_tokens, always
+    prompts_alone: bool = False  # streams stand still while prompts are read, as before chunked prefill: a baseline
 
 
 class PromptWork(msgspec.Struct, frozen=True):

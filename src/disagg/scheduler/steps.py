@@ -59,7 +59,8 @@ class Steps:
         """Plan and start the next step, if there is something to do and none runs."""
         if self._running is not None:
             return
-        streams = self._streams()
+        alone = self._chunks(StepShape()) if self._state.config.budget.prompts_alone else []
+        streams = [] if alone else self._streams()
         rows: list[_Row] = []
         context = 0
         for stream in streams:
@@ -68,7 +69,7 @@ class Steps:
             rows.append((stream, stream.decode_row()))
         shape = StepShape(num_streams=len(rows), stream_context=context)
         prompts: list[_Row] = []
-        for sequence, num_tokens in self._chunks(shape):
+        for sequence, num_tokens in alone or self._chunks(shape):
             sequence.is_in_step = True
             shape = shape.add_chunk(sequence.num_computed, num_tokens)
             prompts.append((sequence, sequence.prompt_row(num_tokens)))

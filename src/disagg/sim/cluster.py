@@ -37,6 +37,7 @@ from disagg.scheduler.engine import StepPlan
 from disagg.sim.events import EventHeap
 from disagg.sim.holding import HeldTokens
 from disagg.sim.links import ComputedLinks, FairLinks, Links
+from disagg.sim.machine import Machine
 from disagg.sim.records import FAILED, FINISHED, TURNED_AWAY, OpenRecord, RecordTable
 from disagg.sim.scenario import Fault, Fidelity, LinkBreaks, Scenario, WorkerDies, WorkerDrains, WorkerSpec
 from disagg.sim.setup import card_and_config, dispatcher_config
@@ -69,6 +70,8 @@ class SimCluster:
         self._num_checks = 0
         self._num_due = 0  # requests that will come whatever happens
         self._lines = {(line.source, line.target): line.link for line in scenario.lines}
+        names = dict.fromkeys(spec.machine for spec in scenario.workers if spec.machine)
+        self._machines = {name: Machine(self.heap, scenario.contention) for name in names}
         for spec in scenario.workers:
             self.links.set_capacity(f"{spec.name} out", spec.nic.bandwidth_bytes_s)
             self.links.set_capacity(f"{spec.name} in", spec.nic.bandwidth_bytes_s)
@@ -135,6 +138,8 @@ class SimCluster:
         self.dispatcher.check_invariants()
         self.heap.check_invariants()
         self.links.check_invariants()
+        for machine in self._machines.values():
+            machine.check_invariants()
         self.records.check_invariants()
         for worker in self.workers.values():
             worker.scheduler.check_invariants()
@@ -149,9 +154,15 @@ class SimCluster:
 
     def _pull_and_submit(self, request: WorkRequest) -> None:
         self._pull()
-        self._submit(request)
+        self._arrive(request)
 
-    def _submit(self, request: WorkRequest) -> None:
+    def _arrive(self, request: WorkRequest) -> None:
+        if self.scenario.request_s:
+            self.heap.after(self.scenario.request_s, self._submit, request, self.heap.now_s)
+        else:
+            self._submit(request, self.heap.now_s)
+
+    def _submit(self, request: WorkRequest, arrived_s: float) -> None:
         self._num_due -= 1
         asked = GenerateRequest(
             request.model or self.scenario.models[0],
@@ -163,10 +174,10 @@ class SimCluster:
         try:
             request_id, actions = self.dispatcher.submit(asked, self.heap.now_s)
         except DisaggError:
-            self._end(OpenRecord(request, self.heap.now_s), TURNED_AWAY)
+            self._end(OpenRecord(request, arrived_s), TURNED_AWAY)
             return
         opened = self.dispatcher.open_request(request_id)
-        self._open[request_id] = OpenRecord(request, self.heap.now_s, opened)
+        self._open[request_id] = OpenRecord(request, arrived_s, opened)
         self._act(actions)
 
     def _end(self, record: OpenRecord, end: int) -> None:
@@ -175,7 +186,7 @@ class SimCluster:
         following = self._stream.after_end(record.request, now_s, is_whole=end == FINISHED)
         if following is not None:
             self._num_due += 1
-            self.heap.at(self.start_s + following.due_s, self._submit, following)
+            self.heap.at(self.start_s + following.due_s, self._arrive, following)
 
     # --- router ------------------------------------------------------------------------------------------------
 
@@ -294,7 +305,14 @@ class SimCluster:
             self.ended.append(old)
         scenario = self.scenario
         worker = SimWorker(
-            self, card, config, spec.steps, scenario.fidelity, scenario.message_s, scenario.max_alike_steps
+            self,
+            card,
+            config,
+            spec.steps,
+            scenario.fidelity,
+            scenario.message_s,
+            scenario.max_alike_steps,
+            self._machines.get(spec.machine),
         )
         self.workers[card.worker_id] = worker
         self._register(worker)
@@ -324,7 +342,7 @@ class SimCluster:
         if worker is None or not worker.is_alive:
             return
         self._held.release(worker)
-        worker.is_alive = False
+        worker.stop()
         detect_s = self.scenario.detect_s
         lost = WorkerLost(worker.worker_id, worker.card.incarnation, "its connection ended")
         self.heap.after(detect_s, self._tell, lost)

@@ -10,9 +10,12 @@ from disagg.core.errors import ConfigurationError
 from disagg.core.roles import HandoffMode, Role
 from disagg.core.spans import KvLayout
 from disagg.policy.recovery import RecoveryLimits
+from disagg.sim.hardware.serving import Contention
 from disagg.sim.hardware.step_model import StepModel
 
 MIB = 1 << 20
+MESSAGE_S = 1e-4  # of a control message on one machine
+MAX_CONTEXT = 1 << 17  # tokens
 
 
 class Fidelity(enum.StrEnum):
@@ -47,12 +50,14 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     steps: StepModel
     model: str = "model"
     site: str = ""  # transfers between sites also share the line between them
+    machine: str = ""  # steps of workers of one machine slow each other down; "": one of its own
     num_blocks: int | None = None  # None: what fits beside the weights
     block_size: int = 16
-    max_context: int = 1 << 17
+    max_context: int = MAX_CONTEXT
     chunk_tokens: int = 2048
     mixed_chunk_tokens: int = 512
     itl_target_s: float = 0.0
+    prompts_alone: bool = False
     max_running: int = 256
     answer_headroom: int = 64
     handoff_mode: HandoffMode = HandoffMode.LAYERWISE
@@ -125,7 +130,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     max_open_requests: int = 1 << 30
     max_claimed_share: float = 8.0
     recovery: RecoveryLimits = RecoveryLimits()
-    message_s: float = 1e-4  # of a control message, beside the link's latency
+    contention: Contention = Contention()  # of workers that name the same machine
+    request_s: float = 0.0  # what HTTP takes of each request; spent before the router places it
+    message_s: float = MESSAGE_S  # of a control message, beside the link's latency
     detect_s: float = 1.0  # from a death to the others' knowing of it
     limit_s: float = 1e7  # virtual seconds after which the run is given up
     max_alike_steps: int = 64  # of one event at large fidelity

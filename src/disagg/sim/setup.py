@@ -44,7 +44,9 @@ def card_and_config(
         num_blocks=num_blocks,
         max_context=spec.max_context,
         vocab_size=VOCAB_SIZE,
-        budget=StepBudget(spec.chunk_tokens, spec.mixed_chunk_tokens, spec.max_running, spec.itl_target_s),
+        budget=StepBudget(
+            spec.chunk_tokens, spec.mixed_chunk_tokens, spec.max_running, spec.itl_target_s, spec.prompts_alone
+        ),
         handoff_mode=spec.handoff_mode,
         min_push_bytes=spec.min_push_bytes,
         lease_s=spec.lease_s,

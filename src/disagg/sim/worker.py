@@ -3,6 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from disagg.bench.workload import ANSWER_LABEL
@@ -30,6 +31,7 @@ from disagg.scheduler.scheduler import Scheduler
 from disagg.sim.events import EventHeap
 from disagg.sim.hardware.step_model import StepModel, StepShape
 from disagg.sim.links import Links, Write
+from disagg.sim.machine import Machine, Mark
 from disagg.sim.scenario import Fidelity
 
 FENCE_S = 1e-5  # from a revoked grant to the transport's word that nothing can land
@@ -85,8 +87,9 @@ class SimWorker:
         fidelity: Fidelity,
         message_s: float,
         max_alike: int,
+        machine: Machine | None = None,
     ) -> None:
-        """max_alike: most steps of one event."""
+        """max_alike: most steps of one event. machine: that it shares with others, which slow its steps down."""
         self._around = around
         self._heap = around.heap
         self._steps = steps
@@ -105,8 +108,9 @@ class SimWorker:
         self._is_finishing = False  # actions now come of a step's end
         self._acts_s = 0.0  # when the actions that are performed are due: now, or when a step of a stretch ended
         self._stretch: Stretch | None = None
-        self._most_alike = 2 if max_alike > 1 else 1
-        self._max_alike = max_alike
+        self._machine = machine
+        self._max_alike = 1 if machine is not None else max_alike
+        self._most_alike = min(2, self._max_alike)
         self._told: Sequence[float] = ()  # ends of the steps whose tokens the router is told of together
         self._perform: dict[type, Callable[..., None]] = {
             SendToRouter: self._send_to_router,
@@ -143,6 +147,12 @@ class SimWorker:
                 self._heap.at(max(wake_s, now_s + 1e-6), self._wake, wake_s)
         if self._stretch is not None:
             self._shorten(self._stretch)
+
+    def stop(self) -> None:
+        """It is dead: whatever it did is not done any more."""
+        self.is_alive = False
+        if self._machine is not None:
+            self._machine.stop(self.worker_id)
 
     def hear_router(self, message: RouterToWorker) -> None:
         self.handle(events.RouterMessageReceived(message))
@@ -185,12 +195,28 @@ class SimWorker:
         if shape.prefill:
             self._around.note_step(self, plan)
         duration_s = self._steps.step_s(shape)
-        num_layers = self.card.layout.num_layers
-        if self._is_small and plan.report_every:
-            for layers in range(plan.report_every, num_layers, plan.report_every):
-                layers_computed = events.LayersComputed(plan.step_id, layers)
-                self._heap.at(now_s + duration_s * layers / num_layers, self.handle, layers_computed)
+        marks = self._layer_marks(plan, duration_s)
+        if self._machine is not None:
+            marks.append((duration_s, partial(self._finish_now, plan)))
+            self._machine.begin(self.worker_id, prompt_share(self._steps, shape), marks)
+            return
+        for done_s, tell in marks:
+            self._heap.at(now_s + done_s, tell)
         self._heap.at(now_s + duration_s, self._finish, plan, duration_s)
+
+    def _layer_marks(self, plan: StepPlan, duration_s: float) -> list[Mark]:
+        """When layers are computed that are pushed while the step goes on, in seconds of the step."""
+        if not self._is_small or not plan.report_every:
+            return []
+        num_layers = self.card.layout.num_layers
+        return [
+            (duration_s * layers / num_layers, partial(self.handle, events.LayersComputed(plan.step_id, layers)))
+            for layers in range(plan.report_every, num_layers, plan.report_every)
+        ]
+
+    def _finish_now(self, plan: StepPlan) -> None:
+        """Its end, however long it took beside others."""
+        self._finish(plan, self._heap.now_s - self._step_began_s)
 
     def _finish(self, plan: StepPlan, duration_s: float) -> None:
         if not self.is_alive:
@@ -317,3 +343,11 @@ def shape_of(plan: StepPlan) -> StepShape:
         else:
             prompts.append((len(row.token_ids), row.position))
     return StepShape(tuple(prompts), contexts, num_streams)
+
+
+def prompt_share(steps: StepModel, shape: StepShape) -> float:
+    """The part of a step's time, 0 to 1, that its prompts add."""
+    if not shape.prefill or not shape.num_decode:
+        return 1.0 if shape.prefill else 0.0
+    streams = StepShape((), shape.decode_contexts_sum, shape.num_decode)
+    return 1.0 - steps.step_s(streams) / steps.step_s(shape)

@@ -10,6 +10,9 @@ from typer.testing import CliRunner, Result
 from disagg.cli.main import app
 from disagg.core.errors import ConfigurationError
 from disagg.planner.scenario_file import read_scenario_file, scenario_of, target_of, traffic_of
+from disagg.policy.step_time import StepCosts
+from disagg.sim.hardware.fitted import Profile
+from disagg.sim.hardware.serving import Contention, Serving
 
 ROOT = Path(__file__).parents[3]
 TRACES = Path(os.environ.get("DISAGG_SHARED", ROOT.parent / "shared")) / "traces"
@@ -64,6 +67,49 @@ def test_simulate_prints_a_table_and_writes_json_and_a_page(tmp_path: Path) -> N
     assert text.count("<svg") == 6
     assert "<script" not in text
     assert "src=" not in text
+
+
+HERE = """
+model = "tiny"
+local_prefill_tokens = 64
+[traffic]
+rate_per_s = 2.0
+num_requests = 20
+prompt = { mean = 100.0 }
+output = { mean = 5.0 }
+[[here]]
+role = "prefill"
+count = 1
+profile = "profile.json"
+[[here]]
+role = "decode"
+count = 1
+profile = "PROFILE"
+"""
+
+
+def profile_here(path: Path, request_s: float) -> None:
+    costs = StepCosts(0.02, 1e-3, 0.0, 1e-3, 0.0)
+    serving = Serving(costs, request_s, 0.001, Contention(1.5, 1.5, 1.5, 1.5))
+    path.write_bytes(Profile("tiny", "here", "fp32", "float32", 4, 1024, 8192, costs, serving=serving).encode())
+
+
+def test_workers_of_a_profiled_machine_are_simulated_as_they_were_served(tmp_path: Path) -> None:
+    profile_here(tmp_path / "profile.json", 0.25)
+    path, values = scenario(tmp_path, HERE.replace("PROFILE", "profile.json")), tmp_path / "out.json"
+    result = run("simulate", path, "--json", values)
+    assert result.exit_code == 0, result.output
+    assert "20 remote" in result.output
+    assert json.loads(values.read_text())["report"]["ttft_s"]["p50"] > 0.25 + 0.02 + 0.1
+    workers = scenario_of(read_scenario_file(path)).workers
+    assert [(spec.name, spec.machine) for spec in workers] == [("prefill-0", "here"), ("decode-0", "here")]
+    assert scenario_of(read_scenario_file(path)).contention.streams_beside_prompts == 1.5
+
+
+def test_profiles_of_two_machines_are_not_one_machine(tmp_path: Path) -> None:
+    profile_here(tmp_path / "profile.json", 0.25)
+    profile_here(tmp_path / "other.json", 0.5)
+    assert "profiles of 2 machines" in refusal("simulate", scenario(tmp_path, HERE.replace("PROFILE", "other.json")))
 
 
 def test_simulate_obeys_the_seed(tmp_path: Path) -> None:

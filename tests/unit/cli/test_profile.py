@@ -22,6 +22,7 @@ def run(model: Path, out: Path) -> None:
         max_prompt=128,
         max_streams=2,
         limit_s=60.0,
+        served_rounds=0,
         device="cpu",
         num_threads=1,
         weights=Weights.FP32,

@@ -125,6 +125,19 @@ def test_every_stream_is_in_every_step_and_prompts_beside_them_keep_to_the_budge
     assert set(streams.values()) == {0}
 
 
+def test_streams_stand_still_while_prompts_are_read_alone() -> None:
+    budget = StepBudget(chunk_tokens=4, mixed_chunk_tokens=4, max_running=8, prompts_alone=True)
+    solo = Solo(Role.DECODE, num_blocks=100, budget=budget)
+    solo.start(0, Task.WHOLE, prompt(0, 3), max_tokens=4)
+    solo.finish_step()
+    solo.start(1, Task.WHOLE, prompt(50, 9), max_tokens=2)
+    solo.finish_steps()
+    numbers = [[row.sequence_id.request_id.number for row in plan.rows] for plan in solo.plans]
+    # The step that was planned when the second came, three chunks of its prompt, then both streams.
+    assert numbers == [[0], [0], [1], [1], [1], [0, 1], [0]]
+    assert solo.scheduler.is_idle
+
+
 def test_a_prefix_is_computed_once_but_its_last_token_again() -> None:
     solo = Solo(Role.DECODE)
     solo.start(0, Task.WHOLE, prompt(0, 8), max_tokens=1)

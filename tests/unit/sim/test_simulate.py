@@ -38,6 +38,18 @@ def test_one_request_takes_what_its_parts_take(fidelity: Fidelity) -> None:
 
 
 @BOTH
+def test_what_http_takes_is_part_of_the_ttft_and_of_nothing_else(fidelity: Fidelity) -> None:
+    asked = work(1, prompt=Lengths(256), output=Lengths(5), prefixes=PrefixPool(), arrivals=EvenArrivals(1.0))
+    plain, served = (
+        next(iter(simulate(scenario(pools(1, 1), asked, fidelity, request_s=request_s), 0).records))
+        for request_s in (0.0, 0.003)
+    )
+    assert served.arrived_s == plain.arrived_s
+    assert served.ttft_s - plain.ttft_s == pytest.approx(0.003)
+    assert served.tpot_s == pytest.approx(plain.tpot_s)
+
+
+@BOTH
 def test_a_slow_link_shows_in_the_first_gap_only(fidelity: Fidelity) -> None:
     fast, slow = one_request(fidelity), one_request(fidelity, nic=SLOW)
     assert slow.ttft_s == fast.ttft_s

@@ -7,6 +7,7 @@ import msgspec
 from disagg.core.errors import ConfigurationError
 from disagg.policy.step_time import StepCosts
 from disagg.policy.step_time import StepShape as LearnedShape
+from disagg.sim.hardware.serving import Serving
 from disagg.sim.hardware.step_model import StepShape
 
 
@@ -24,7 +25,7 @@ class ProfileCell(msgspec.Struct, frozen=True):
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """What `disagg profile` writes."""
+    """What `disagg profile` writes. serving: None where only the engine was timed."""
 
     model: str
     hardware: str
@@ -35,6 +36,7 @@ class Profile(msgspec.Struct, frozen=True):
     kv_tokens: int
     costs: StepCosts
     cells: tuple[ProfileCell, ...] = ()
+    serving: Serving | None = None
 
     @classmethod
     def read(cls, path: Path) -> "Profile":
@@ -51,10 +53,11 @@ class Profile(msgspec.Struct, frozen=True):
 
 
 class FittedModel:
-    """A worker that was profiled."""
+    """A worker that was profiled: as it was served, where it was."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
+        self._costs = profile.costs if profile.serving is None else profile.serving.costs
 
     @property
     def name(self) -> str:
@@ -76,7 +79,7 @@ class FittedModel:
         """See StepModel."""
         if not shape.num_tokens:
             return 0.0
-        return self.profile.costs.predict(learned_shape(shape))
+        return self._costs.predict(learned_shape(shape))
 
 
 def learned_shape(shape: StepShape) -> LearnedShape:

@@ -1,7 +1,7 @@
 """Published scenarios run by our simulator: what their systems do is said in the terms of ours.
 
 order      earlier requests have the higher priority: prompts are read in order of arrival, as those systems do
-batches    a step reads up to max_tokens prompt tokens, beside streams as well: none of them cuts prompts finer
+batches    a step reads up to max_tokens prompt tokens, beside streams or, where the engine does so, instead of them
 hand-off   KV moves when a prompt is done, as DistServe does it; decode workers read no prompts
 admission  nobody is turned away
 """
@@ -65,6 +65,7 @@ def _specs(group: WorkerGroup, nic: simulated.Link, num_parked: int) -> list[sim
             chunk_tokens=group.max_tokens,
             mixed_chunk_tokens=group.max_tokens,
             max_running=group.max_requests,
+            prompts_alone=group.prompts_alone,
             handoff_mode=HandoffMode.SYNC,
             nic=nic,
         )
@@ -86,7 +87,7 @@ def _work(load: Load) -> Workload:
     work = RandomWork(
         num_requests=load.num_requests,
         arrivals=PoissonArrivals(load.rate_rps or 1.0),
-        prompt=DrawnLengths(load.mean_prompt),
-        output=DrawnLengths(load.mean_answer),
+        prompt=DrawnLengths(load.mean_prompt, load.spread * load.mean_prompt),
+        output=DrawnLengths(load.mean_answer, load.spread * load.mean_answer),
     )
     return ClosedWork(work, load.concurrency) if load.concurrency else work

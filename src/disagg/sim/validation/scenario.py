@@ -12,7 +12,7 @@ from disagg.sim.hardware.step_model import StepModel
 class Lengths(enum.StrEnum):
     """How prompt and answer lengths are drawn."""
 
-    FIXED = "fixed"  # all alike
+    EVEN = "even"  # evenly on either side of the means, as far as `spread` says: alike where that is 0
     SHAREGPT = "sharegpt"  # chat: means as given, long-tailed, cut at max_total tokens
 
 
@@ -26,6 +26,7 @@ class Load(msgspec.Struct, frozen=True):
     rate_rps: float = 0.0
     concurrency: int = 0
     max_total: int = 0  # tokens of prompt and answer; 0: no limit
+    spread: float = 0.0  # of EVEN, as a share of the means
 
 
 class WorkerGroup(msgspec.Struct, frozen=True):
@@ -37,6 +38,7 @@ class WorkerGroup(msgspec.Struct, frozen=True):
     num_devices: int  # of each worker
     max_requests: int  # of one step
     max_tokens: int  # of one step's prompts
+    prompts_alone: bool = False  # whether streams stand still while prompts are read
 
 
 class Scenario(msgspec.Struct, frozen=True):

@@ -64,13 +64,30 @@ def test_light_load_attains_and_overload_does_not() -> None:
 
 
 def test_closed_loops_stay_closed() -> None:
-    load = Load(Lengths.FIXED, 64, 8, num_requests=12, concurrency=3)
+    load = Load(Lengths.EVEN, 64, 8, num_requests=12, concurrency=3)
     groups = together("OPT-13B", 1, 0.25, 0.1).groups
     scenario = Scenario("loop", groups, "NVLink3", load, 1.0, 1.0)
     work = simulated_form(scenario).work
     assert isinstance(work, ClosedWork)
     assert work.num_clients == 3
     assert run_scenario(scenario).attainment == 1.0
+
+
+def test_lengths_of_a_loop_lie_within_its_spread() -> None:
+    load = Load(Lengths.EVEN, 90, 45, num_requests=200, concurrency=1, spread=1 / 9)
+    groups = together("OPT-13B", 1, 0.25, 0.1).groups
+    work = simulated_form(Scenario("loop", groups, "NVLink3", load, 1.0, 1.0)).work
+    assert isinstance(work, ClosedWork)
+    rng = random.Random(0)
+    prompts, answers = zip(*((work.work.prompt.draw(rng), work.work.output.draw(rng)) for _ in range(500)), strict=True)
+    assert (min(prompts), max(prompts)) == (80, 100)
+    assert (min(answers), max(answers)) == (40, 50)
+
+
+def test_the_mixed_engine_of_2023_reads_prompts_alone() -> None:
+    assert [spec.prompts_alone for spec in simulated_form(split()).workers] == [False, False]
+    (mixed,) = simulated_form(under(together("OPT-13B", 1, 0.25, 0.1), 1.0, 20)).workers
+    assert mixed.prompts_alone
 
 
 def test_chats_need_a_clock_and_a_limit() -> None:
