@@ -64,7 +64,7 @@ def test_case_33_one_too_many_is_turned_away_with_a_body_and_a_time(paths: Paths
     assert paths.complete(PROMPT).status == httpx.codes.OK
 
 
-def test_case_42_clients_that_go_at_any_moment_leave_nothing(paths: Paths) -> None:
+def test_cases_27_42_clients_that_go_at_any_moment_leave_nothing(paths: Paths) -> None:
     """Before the prompt is read, while it is handed over, after it: no lease has to end first."""
     for front in paths.fronts.values():
         for number in range(NUM_LEAVING):
