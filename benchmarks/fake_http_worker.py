@@ -14,7 +14,14 @@ from fake_worker import LIMIT_S, MAX_CONTEXT, MODEL
 
 _STREAM_HEAD: Final = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 _ID: Final = "cmpl-0123456789abcdef-0"
-_CARD: Final = {"id": MODEL, "object": "model", "created": 1, "owned_by": "fake", "root": MODEL, "max_model_len": MAX_CONTEXT}
+_CARD: Final = {
+    "id": MODEL,
+    "object": "model",
+    "created": 1,
+    "owned_by": "fake",
+    "root": MODEL,
+    "max_model_len": MAX_CONTEXT,
+}
 _ABOUT: Final = {"model_path": MODEL, "served_model_name": MODEL, "tokenizer_path": MODEL, "is_generation": True}
 _ANSWERS: Final[dict[bytes, object]] = {
     b"/v1/models": {"object": "list", "data": [_CARD]},

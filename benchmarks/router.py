@@ -169,7 +169,11 @@ def show(figures: dict[str, Any]) -> None:
     for count in STREAMS:
         for name in names:
             found = figures[name][str(count)]
-            for row, times in ((name, found["router"]), ("  asked directly", found["direct"]), ("  added", found["added"])):
+            for row, times in (
+                (name, found["router"]),
+                ("  asked directly", found["direct"]),
+                ("  added", found["added"]),
+            ):
                 keys = ("ttft_p50_s", "ttft_p99_s", "token_p50_s", "token_p99_s")
                 cells = "  ".join(f"{times[key] * 1e3:8.2f}" for key in keys)
                 speed = found["flat_out"] if row == name else None
@@ -178,7 +182,10 @@ def show(figures: dict[str, Any]) -> None:
     for name in names:
         idle, whole = figures[name]["idle"], figures[name]["requests"]
         whole_mib, added_mib = (idle[key] / 2**20 for key in ("idle_total_bytes", "idle_added_bytes"))
-        print(f"{name}: requests/s {whole['requests_per_s']:.0f}, per CPU-second {whole['requests_per_cpu_s']:.0f};", end=" ")
+        print(
+            f"{name}: requests/s {whole['requests_per_s']:.0f}, per CPU-second {whole['requests_per_cpu_s']:.0f};",
+            end=" ",
+        )
         print(f"512 idle streams: {whole_mib:.0f} MiB in all, {added_mib:.0f} of them added")
     show_ratios(figures, [name for name in names if name != OURS])
     warn_of_others(figures["foreign_share"])

@@ -1,9 +1,9 @@
 """Clients of one router, in front of a worker that steps when it is told to; and what they measure.
 
-    paced    a step every 20 ms:  how late first tokens and each later one are
-    flat out the next step when the last one has been read by everybody: tokens/s per second of the router's CPU time
-    idle     streams that have had one token and wait: memory of the router
-    requests whole answers of one token, over connections that are kept
+paced    a step every 20 ms:  how late first tokens and each later one are
+flat out the next step when the last one has been read by everybody: tokens/s per second of the router's CPU time
+idle     streams that have had one token and wait: memory of the router
+requests whole answers of one token, over connections that are kept
 """
 
 import asyncio

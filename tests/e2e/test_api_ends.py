@@ -1,6 +1,7 @@
 """Ends that are no whole answers, along every path: cut off, turned away, left by their clients.
 
-Case 40, a prompt that only the decode worker could hold, needs unlike workers: e4 in tests/faults/test_class_e_wrong_output.py.
+Case 40, a prompt that only the decode worker could hold, needs unlike workers: e4 in
+tests/faults/test_class_e_wrong_output.py.
 Case 41, a prefill worker that fails: a2 and a3 in tests/faults/test_class_a_hangs.py.
 """
 
@@ -70,7 +71,9 @@ def test_cases_27_42_clients_that_go_at_any_moment_leave_nothing(paths: Paths) -
         for number in range(NUM_LEAVING):
             with suppress(httpx.TimeoutException):
                 asked = completion([*LONG, 3 + number], max_tokens=2000)
-                front.client.post("/v1/completions", json=asked, timeout=httpx.Timeout(5.0, read=number * LEAVE_EVERY_S))
+                front.client.post(
+                    "/v1/completions", json=asked, timeout=httpx.Timeout(5.0, read=number * LEAVE_EVERY_S)
+                )
     wait_idle(paths)
     assert paths.complete(LONG).status == httpx.codes.OK
 

@@ -36,7 +36,12 @@ def expected(tokenizer: ModelTokenizer, said: str, *, is_open: bool) -> int:
     return ends[0] if ends else len(ids) + 1
 
 
-CASES = [*((False, (each,)) for each in SAID), (False, SAID), *((True, (each,)) for each in SAID_OPEN), (True, SAID_OPEN)]
+CASES = [
+    *((False, (each,)) for each in SAID),
+    (False, SAID),
+    *((True, (each,)) for each in SAID_OPEN),
+    (True, SAID_OPEN),
+]
 
 
 @pytest.mark.parametrize(("is_open", "said"), CASES)
