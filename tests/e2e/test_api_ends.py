@@ -49,12 +49,14 @@ def wait_idle(paths: Paths) -> None:
 
 
 def test_case_33_one_too_many_is_turned_away_with_a_body_and_a_time(paths: Paths) -> None:
+    reading = []  # or the connections would be closed with their iterators
     with ExitStack() as stack:
         for front in paths.fronts.values():
             asked = completion(PROMPT, max_tokens=2000, stream=True)
             for _ in range(MAX_OPEN):
                 got = stack.enter_context(front.client.stream("POST", "/v1/completions", json=asked))
-                next(got.iter_lines())
+                reading.append(got.iter_lines())
+                next(reading[-1])
         for more in ({}, {"stream": True}):
             reply = paths.post(completion(PROMPT, **more))
             assert (reply.status, reply.error["type"]) == (429, "server_overloaded")
