@@ -74,7 +74,7 @@ def test_cases_27_42_clients_that_go_at_any_moment_leave_nothing(paths: Paths) -
             with suppress(httpx.TimeoutException):
                 asked = completion([*LONG, 3 + number], max_tokens=2000)
                 front.client.post(
-                    "/v1/completions", json=asked, timeout=httpx.Timeout(5.0, read=number * LEAVE_EVERY_S)
+                    "/v1/completions", json=asked, timeout=httpx.Timeout(5.0, read=(number + 1) * LEAVE_EVERY_S)
                 )
     wait_idle(paths)
     assert paths.complete(LONG).status == httpx.codes.OK
