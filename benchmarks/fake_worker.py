@@ -43,6 +43,12 @@ class FakeWorker:
         self._channel: Channel[RouterToWorker] | None = None
         self._changed = asyncio.Event()
 
+    def forget(self) -> None:
+        self.step_s, self.started_s = [], {}
+
+    def asked_s(self) -> list[float]:
+        return sorted(self.started_s.values())
+
     async def register(self, address: str) -> None:
         channel = await dial(address, TO_WORKER, timeout_s=LIMIT_S)
         pool = PoolCard(MODEL, "weights", self._digest, Numerics.EXACT, VOCAB_SIZE, MAX_CONTEXT)

@@ -17,13 +17,15 @@ from disagg.router.config import decode_announcement
 from disagg.testing.model_files import write_tiny_llama
 from disagg.testing.processes import MarkedProcess
 from fake_worker import LIMIT_S, MAX_CONTEXT, MODEL, FakeWorker
-from harness import cpu_use, foreign_share, heading, options, report_json, warn_of_others
-from router import Client, Progress, http_request, resident_bytes
+from harness import cpu_use, foreign_share, heading, options, report_json, verdict, warn_of_others
+from router_load import STREAMED, Client, Progress, resident_bytes
 
 NUM_CLIENTS = 1000
 HEADER_TIMEOUT_S = 2.0
 SETTLE_S = 3.0
 PACE_S = 0.25
+MAX_GROWTH = 1.05  # of memory, from the end of the first round to the end of the second
+MAX_GAP = 1.5  # of the good client, in paces
 HALF_HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le"
 HALF_BODY = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n{"model": "tiny", '
 
@@ -33,8 +35,7 @@ def descriptors(pid: int) -> int:
 
 
 async def connect(port: int, count: int) -> list[asyncio.StreamWriter]:
-    stream = http_request({"max_tokens": 60_000, "stream": True, "ignore_eos": True})
-    kinds = itertools.cycle((HALF_HEADERS, HALF_BODY, stream, stream))
+    kinds = itertools.cycle((HALF_HEADERS, HALF_BODY, STREAMED, STREAMED))
     writers = []
     for sent in itertools.islice(kinds, count):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
@@ -52,8 +53,7 @@ async def measure(folder: Path, router: MarkedProcess, count: int) -> dict[str, 
     await worker.register(announced.control)
     port = int(announced.http.rpartition(":")[2])
     loop, progress = asyncio.get_running_loop(), Progress()
-    request = http_request({"max_tokens": 60_000, "stream": True, "ignore_eos": True})
-    _, good = await loop.create_connection(lambda: Client(request, progress), "127.0.0.1", port)
+    _, good = await loop.create_connection(lambda: Client(STREAMED, progress), "127.0.0.1", port)
     good.ask()
     await worker.has_open(1)
 
@@ -66,7 +66,7 @@ async def measure(folder: Path, router: MarkedProcess, count: int) -> dict[str, 
     figures: dict[str, float] = {}
     for number in range(2):  # the second round shows whether the first has left anything
         figures[f"fds_before_{number}"] = descriptors(router.pid)
-        figures[f"bytes_before_{number}"] = resident_bytes(router.pid)
+        figures[f"bytes_before_{number}"] = resident_bytes((router.pid,))
         writers = await connect(port, count)
         await worker.has_open(1 + count // 2)
         figures[f"fds_during_{number}"] = descriptors(router.pid)
@@ -75,13 +75,13 @@ async def measure(folder: Path, router: MarkedProcess, count: int) -> dict[str, 
         await worker.has_open(1 + count // 4)
         await asyncio.sleep(HEADER_TIMEOUT_S + 1.0)  # those with half a request are cut off by the router
         figures[f"fds_cut_{number}"] = descriptors(router.pid)
-        figures[f"bytes_during_{number}"] = resident_bytes(router.pid)
+        figures[f"bytes_during_{number}"] = resident_bytes((router.pid,))
         for writer in writers:
             writer.transport.abort()
         await worker.has_open(1)
         await asyncio.sleep(SETTLE_S)
         figures[f"fds_after_{number}"] = descriptors(router.pid)
-        figures[f"bytes_after_{number}"] = resident_bytes(router.pid)
+        figures[f"bytes_after_{number}"] = resident_bytes((router.pid,))
     pacing.cancel()
     gaps = [later - sooner for sooner, later in itertools.pairwise(good.token_s)]
     figures["longest_gap_s"] = max(gaps)
@@ -89,6 +89,16 @@ async def measure(folder: Path, router: MarkedProcess, count: int) -> dict[str, 
     good.transport.abort()
     await worker.close()
     return figures
+
+
+def show_verdicts(figures: dict[str, float]) -> None:
+    """Descriptors and memory mean the same beside busy neighbours; times do not."""
+    left = figures["fds_after_1"] / figures["fds_before_0"]
+    print(verdict("descriptors at the end over those before", left, 1.0, 0.0))
+    growth = figures["bytes_after_1"] / figures["bytes_after_0"]
+    print(verdict("memory after the second round over that after the first", growth, MAX_GROWTH, 0.0))
+    gap = figures["longest_gap_s"] / PACE_S
+    print(verdict("the good client's longest gap over the pace", gap, MAX_GAP, figures["foreign_share"]))
 
 
 def main() -> None:
@@ -112,6 +122,7 @@ def main() -> None:
     warn_of_others(figures["foreign_share"])
     print(f"{count} clients, {time.perf_counter() - started_s:.0f} s; the good client's longest gap", end=" ")
     print(f"{figures['longest_gap_s'] * 1e3:.0f} ms at a pace of {PACE_S * 1e3:.0f} ms")
+    show_verdicts(figures)
     report_json("router_clients", args, figures)
 
 

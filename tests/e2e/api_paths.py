@@ -77,12 +77,12 @@ def completion(prompt: object, **more: Any) -> Json:
 
 
 @contextmanager
-def all_paths(model: Path) -> Iterator[Paths]:
-    """Every deployment, ready; gone afterwards."""
+def all_paths(model: Path, *more: str) -> Iterator[Paths]:
+    """Every deployment, ready, with `more` said to each of them; gone afterwards."""
     with ExitStack() as stack:
         fronts = {}
         for name, pools in PATHS.items():
-            serve = stack.enter_context(Serve((str(model), *pools, *SMALL)))
+            serve = stack.enter_context(Serve((str(model), *pools, *SMALL, *more)))
             fronts[name] = stack.enter_context(Front(serve.url))
         yield Paths(fronts)
 

@@ -1,7 +1,7 @@
 """What servers of this API have got wrong, case by case, along every path: mixed, disaggregated, and local on decode.
 
-Cases about one process's own code have their tests elsewhere: 32 and 33 in tests/unit/router, 40 to 43 and 45 in
-tests/faults and test_aborts.py. More of structured answers and calls is in test_structured.py.
+Cases of requests that come to no whole answer are in test_api_ends.py, of thoughts and calls in
+test_calls_and_thoughts.py and test_structured.py.
 """
 
 import itertools
@@ -256,6 +256,11 @@ def test_case_12_null_is_up_to_the_context_and_zero_is_the_prompt_only(paths: Pa
     echo = paths.complete(PROMPT, echo=True, max_tokens=0)
     assert (echo.text, echo.choices[0]["finish_reason"]) == (PROMPT, "length")
     assert echo.body["usage"]["completion_tokens"] == 0
+    full = paths.complete([5] * TINY_CONTEXT, echo=True, max_tokens=0, logprobs=1)
+    assert full.body["usage"]["total_tokens"] == len(full.choices[0]["logprobs"]["tokens"]) == TINY_CONTEXT
+    for more in ({"max_tokens": 1}, {"prompt": [5] * (TINY_CONTEXT + 1)}):
+        reply = paths.post({**completion([5] * TINY_CONTEXT, echo=True, max_tokens=0), **more})
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
 
 
 def test_case_13_max_tokens_left_out(paths: Paths) -> None:

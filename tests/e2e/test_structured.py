@@ -33,7 +33,7 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 DOCUMENT = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     {
         "type": "function",
         "function": {

@@ -36,18 +36,21 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "store", "parameters": SCHEMA}}
+STRICT = {"type": "function", "function": {"name": "store", "parameters": SCHEMA, "strict": True}}
+TRIGGER = "<tool_call>"  # one token of this model: pushed, or a model without training would never write it
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "seeded": {"temperature": 1.0, "seed": 5},
     "two choices": {"temperature": 0.9, "seed": 5, "n": 2},
     "a call": {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "seed": 8},
+    "a chosen call": {"tools": [STRICT], "parallel_tool_calls": False, "seed": 8},
 }
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    model = write_tiny_llama(tmp_path_factory.mktemp("served") / MODEL, max_context=4096)
+    model = write_tiny_llama(tmp_path_factory.mktemp("served") / MODEL, max_context=4096, words=(TRIGGER,))
     with Serve((str(model), *ARGUMENTS, *BEATS, *DEATHS, *SIZES)) as running:
         yield running
 
@@ -60,10 +63,13 @@ def front(serve: Serve) -> Iterator[Front]:
         yield front
 
 
-def question(mode: str) -> dict[str, Any]:
+def question(front: Front, mode: str) -> dict[str, Any]:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "write it"}], "max_tokens": 1500, **MODES[mode]}
     if "tools" not in body:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    if mode == "a chosen call":
+        (trigger,) = front.post({"prompt": TRIGGER}, "/tokenize").json()["tokens"]
+        body["logit_bias"] = {str(trigger): 100}
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
 
 
@@ -93,16 +99,18 @@ def read(front: Front, body: dict[str, Any], after: int = -1, act: Callable[[], 
     return texts, reasons, usage["completion_tokens"]
 
 
-@pytest.mark.parametrize(("mode", "after"), [("greedy", 40), ("seeded", 25), ("two choices", 60), ("a call", 30)])
+@pytest.mark.parametrize(
+    ("mode", "after"), [("greedy", 40), ("seeded", 25), ("two choices", 60), ("a call", 30), ("a chosen call", 30)]
+)
 def test_a_decode_worker_killed_in_a_document(serve: Serve, front: Front, mode: str, after: int) -> None:
-    body = question(mode)
+    body = question(front, mode)
     expected = read(front, body)
     texts, reasons, _ = expected
     for index, text in texts.items():
         document = json.loads(text)
         jsonschema.validate(document, SCHEMA)
         assert len(document["items"]) == LENGTH
-        assert reasons[index] == ("tool_calls" if mode == "a call" else "stop")
+        assert reasons[index] == ("tool_calls" if "call" in mode else "stop")
     moves = front.readings().total(table.MOVES)
 
     def kill() -> None:

@@ -78,7 +78,8 @@ class Gate:
             most = default_max_tokens(len(request.prompt_ids), limits)
             sampling = msgspec.structs.replace(sampling, max_tokens=min(sampling.max_tokens, most))
             request = msgspec.structs.replace(request, sampling=sampling)
-        failure = impossible(len(request.prompt_ids), sampling.max_tokens, limits)
+        num_answer = 0 if request.is_prompt_only else sampling.max_tokens
+        failure = impossible(len(request.prompt_ids), num_answer, limits)
         if failure is not None:
             self._counters.add(REJECTIONS, label="impossible")
             raise InvalidRequest(failure.message, code="context_length_exceeded")

@@ -28,14 +28,15 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 def impossible(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> Failure | None:
-    """Why a request can never fit, with the numbers; None when it can. max_tokens >= 1."""
+    """Why a request can never fit, with the numbers; None when it can. max_tokens 0: only the prompt is read."""
     if num_prompt_tokens < 1:
         return Failure(FailureKind.INVALID_REQUEST, "the prompt has 0 tokens; at least 1 is needed")
-    if num_prompt_tokens >= limits.max_context:
+    if num_prompt_tokens + min(max_tokens, 1) > limits.max_context:
+        more = " and must hold at least one more" if max_tokens else ""
         return Failure(
             FailureKind.INVALID_REQUEST,
             f"the prompt has {num_prompt_tokens} tokens, the context of this model is {limits.max_context} "
-            "tokens and must hold at least one more; shorten the prompt",
+            f"tokens{more}; shorten the prompt",
         )
     if num_prompt_tokens + max_tokens > limits.max_context:
         return Failure(
@@ -44,7 +45,7 @@ def impossible(num_prompt_tokens: int, max_tokens: int, limits: Limits) -> Failu
             f"{num_prompt_tokens + max_tokens}, the context of this model is {limits.max_context} tokens; "
             f"ask for at most {limits.max_context - num_prompt_tokens}",
         )
-    needed = num_prompt_tokens + max_tokens - 1
+    needed = num_prompt_tokens + max(max_tokens - 1, 0)
     if needed > limits.max_pool_tokens:
         return Failure(
             FailureKind.INVALID_REQUEST,

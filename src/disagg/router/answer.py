@@ -23,7 +23,9 @@ from disagg.dispatch.stream import (
 )
 from disagg.modelfiles.tokenizer import ModelTokenizer
 from disagg.router.choice import ChoiceText, EchoedPrompt, Piece, TokenEntry
+from disagg.router.message_reader import MessageReading
 from disagg.router.openai_types import SharedParams
+from disagg.router.reasoning import ThoughtCounter
 from disagg.router.stop_strings import StopAutomaton
 
 _MAX_MERGED: Final = 64  # events that wait for a slow client, before the streams themselves hold them
@@ -35,6 +37,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None  # of the completion's; None: thoughts are not told from the rest
 
 
 class WholeChoice(msgspec.Struct, frozen=True):
@@ -57,10 +60,12 @@ class OpenAnswer:
         tokenizer: ModelTokenizer,
         params: SharedParams,
         texts: Sequence[str | None],
+        reading: MessageReading | None = None,
     ) -> None:
         """Submit everything. Raises what the service raises; then nothing stays submitted.
 
-        `texts` are the prompts as the client wrote them; None where it gave token ids.
+        `texts` are the prompts as the client wrote them, None where it gave token ids; `reading` is how a chat's answer
+        is read.
         """
         self._params = params
         self._prompts = [EchoedPrompt(each.prompt_ids, text, None) for each, text in zip(requests, texts, strict=True)]
@@ -79,6 +84,7 @@ class OpenAnswer:
                 ends,
                 min_tokens=params.min_tokens,
                 is_prompt_only=params.is_prompt_only,
+                thoughts=_thought_counter(reading),
             )
             for index in range(self._num_choices * len(requests))
         ]
@@ -96,10 +102,12 @@ class OpenAnswer:
 
     @property
     def usage(self) -> Usage:
+        thought = [choice.num_thought_tokens for choice in self._choices if choice.num_thought_tokens is not None]
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(choice.num_tokens for choice in self._choices),
             cached_tokens=sum(stream.num_cached_tokens for stream in self._streams),
+            reasoning_tokens=sum(thought) if thought else None,
         )
 
     async def next_pieces(self) -> list[Piece] | None:
@@ -185,6 +193,12 @@ class OpenAnswer:
         assert self._params.num_scored is not None or not self._held
         for choice in self._choices:
             choice.check_invariants()
+
+
+def _thought_counter(reading: MessageReading | None) -> ThoughtCounter | None:
+    if reading is None or not reading.is_thinking:
+        return None
+    return ThoughtCounter(is_open=reading.is_open)
 
 
 def _submit_all(service: GenerationService, requests: Sequence[GenerateRequest]) -> list[TokenStream]:

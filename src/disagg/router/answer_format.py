@@ -75,11 +75,18 @@ class UsageBody(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
 
 
 def usage_body(usage: Usage) -> UsageBody:
-    total = usage.prompt_tokens + usage.completion_tokens
-    return UsageBody(usage.prompt_tokens, usage.completion_tokens, total, {"cached_tokens": usage.cached_tokens})
+    thought = usage.reasoning_tokens
+    return UsageBody(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details={"cached_tokens": usage.cached_tokens},
+        completion_tokens_details=msgspec.UNSET if thought is None else {"reasoning_tokens": thought},
+    )
 
 
 def finite(logprob: float) -> float:

@@ -2,6 +2,7 @@
 
 response_format   what the answer says is a document       grammar
 tools, auto       the model may call                        reading
+strict tools      the model may call, but then by a schema  grammar and reading
 tools, enforced   the model calls, and says nothing else    grammar and reading
 both              a document, or calls                      grammar and reading
 <think>           comes before any of them                  grammar lets it pass, reading takes it out
@@ -17,7 +18,7 @@ from disagg.router.message_reader import MessageReading
 from disagg.router.parser_names import ReasoningParser, ToolParser
 from disagg.router.reasoning import has_opened
 from disagg.router.response_format import ResponseFormat, checked, read_response_format
-from disagg.router.tools.families import call_rules
+from disagg.router.tools.families import call_rules, chosen_call_rules
 from disagg.router.tools.spec import ToolUse, read_tool_use
 
 # White space after what is thought; of what is thought itself nothing is known but its end.
@@ -35,7 +36,8 @@ class AnswerForm(msgspec.Struct, frozen=True):
 
     @property
     def needs_grammar(self) -> bool:
-        return self.response_format is not None or self.tool_use.is_enforced
+        use = self.tool_use
+        return self.response_format is not None or use.is_enforced or use.is_enforced_once_begun
 
 
 class AnswerPlan(msgspec.Struct, frozen=True):
@@ -49,7 +51,8 @@ def read_form(fields: Fields) -> AnswerForm:
     """Raises InvalidRequest naming the field that is wrong."""
     form = AnswerForm(read_tool_use(fields), read_response_format(fields))
     if form.needs_grammar and fields.integer("min_tokens", 0, 2**31):
-        what = "'response_format'" if form.response_format is not None else "an enforced 'tool_choice'"
+        enforced = "an enforced 'tool_choice'" if form.tool_use.is_enforced else "'strict' tools"
+        what = "'response_format'" if form.response_format is not None else enforced
         raise InvalidRequest(
             f"'min_tokens' cannot be kept together with {what}: an answer ends where its form does; leave it out",
             param="min_tokens",
@@ -86,18 +89,25 @@ def _grammar(form: AnswerForm, tools: ToolParser, *, is_thinking: bool, is_open:
         document = checked(GrammarSpec(GrammarKind.JSON_SCHEMA, answer.schema), answer.param)
         if not (use.shown or is_thinking):
             return document
+    may_think = is_thinking and not is_open
+    start = "thought gap body" if is_open else "whole_thought gap body | first" if may_think else "body"
+    thinking = [_THINKING] if is_thinking else []
+    text = "\n".join([f"start: {start}", _body_rules(form, tools, may_think=may_think), *thinking])
+    param = "tools" if answer is None or use.is_enforced else "response_format"
+    return checked(GrammarSpec(GrammarKind.LARK, text), param)
+
+
+def _body_rules(form: AnswerForm, tools: ToolParser, *, may_think: bool) -> str:
+    """What follows a thought is the rule `body`; what comes without one, where one may_think, the rule `first`."""
+    use, answer = form.tool_use, form.response_format
     if use.is_enforced:
         # One call of the named function; as many of any as the client takes.
         several = use.is_parallel and use.named is None
-        bodies, rules = ["calls"], [call_rules(tools, use.callable, is_parallel=several)]
+        rules = ["body: calls", call_rules(tools, use.callable, is_parallel=several)]
+    elif answer is None:
+        return chosen_call_rules(tools, use.shown, is_parallel=use.is_parallel, may_think=may_think)
     else:
-        assert answer is not None  # or no grammar were needed
-        bodies, rules = ["document"], [f"document: %json {answer.schema}"]
+        rules = ["body: document | calls" if use.shown else "body: document", f"document: %json {answer.schema}"]
         if use.shown:
-            bodies.append("calls")
             rules.append(call_rules(tools, use.shown, is_parallel=use.is_parallel))
-    thinking = "thought gap " if is_open else "(whole_thought gap)? " if is_thinking else ""
-    text = "\n".join(
-        [f"start: {thinking}body", f"body: {' | '.join(bodies)}", *rules, *([_THINKING] if thinking else [])]
-    )
-    return checked(GrammarSpec(GrammarKind.LARK, text), "tools" if use.is_enforced else "response_format")
+    return "\n".join([*rules, *(["first: body"] if may_think else [])])

@@ -8,6 +8,7 @@ import msgspec
 from disagg.core.request import EmittedToken, FinishReason, TokenLogprobs
 from disagg.modelfiles.tokenizer import ModelTokenizer
 from disagg.router.detokenizer import start_detokenizer
+from disagg.router.reasoning import ThoughtCounter
 from disagg.router.stop_strings import StopAutomaton, StopFilter
 
 
@@ -48,12 +49,14 @@ class ChoiceText:
         *,
         min_tokens: int = 0,
         is_prompt_only: bool = False,
+        thoughts: ThoughtCounter | None = None,
     ) -> None:
         """Stop strings that end within the first min_tokens tokens count for nothing; of is_prompt_only the answer
-        is not shown at all.
+        is not shown at all. thoughts: counts those among its tokens, where they are told from the rest.
         """
         self._min_tokens = min_tokens
         self._is_prompt_only = is_prompt_only
+        self._thoughts = thoughts
         self.index = index
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
@@ -68,6 +71,11 @@ class ChoiceText:
     def is_stopped_by_text(self) -> bool:
         """Whether a stop string ended this choice, so that its workers must be told."""
         return self._filter is not None and self._filter.is_stopped
+
+    @property
+    def num_thought_tokens(self) -> int | None:
+        """Those of num_tokens that were thought; None where thoughts are not told from the rest."""
+        return self._thoughts.num_tokens if self._thoughts is not None else None
 
     def echo(self, prompt: EchoedPrompt) -> Piece:
         """The prompt as the first piece. A character that it leaves incomplete may be completed by the answer."""
@@ -96,12 +104,12 @@ class ChoiceText:
             return self._feed_plain(tokens[0].token_id)
         shown: list[str] = []
         for token in tokens:
-            self.num_tokens += 1
+            text = self._decode(token.token_id)
             if token.token_id in self._end_ids:
                 continue
             if token.logprobs is not None:
                 self._waiting.append(TokenEntry(token.token_id, token.logprobs, self._num_decoded))
-            shown.append(self._show(self._detokenizer.push(token.token_id)))
+            shown.append(self._show(text))
             if self.is_stopped_by_text:
                 break
         if finish_reason is not None and not self.is_stopped_by_text:
@@ -118,15 +126,20 @@ class ChoiceText:
 
     def _feed_plain(self, token_id: int) -> Piece | None:
         """The common case: one token more, and nothing to look out for."""
-        self.num_tokens += 1
-        if token_id in self._end_ids:
-            return None
-        text = self._detokenizer.push(token_id)
+        text = self._decode(token_id)
         if not text:
             return None
         self._num_decoded += len(text)
         self._num_shown += len(text)
         return Piece(self.index, text)
+
+    def _decode(self, token_id: int) -> str:
+        """The next token's own text; an end of the answer has none."""
+        self.num_tokens += 1
+        text = "" if token_id in self._end_ids else self._detokenizer.push(token_id)
+        if self._thoughts is not None:
+            self._thoughts.push(text)
+        return text
 
     def _show(self, delta: str) -> str:
         self._num_decoded += len(delta)

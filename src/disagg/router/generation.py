@@ -101,7 +101,7 @@ class Generation:
         params, tokenizer = job.params, job.text.tokenizer
         caller.admit(sum(len(each.prompt_ids) for each in job.requests), time.monotonic())
         requests = [_of(caller, each) for each in job.requests]
-        answer = OpenAnswer(self._service, requests, tokenizer, params, job.written)
+        answer = OpenAnswer(self._service, requests, tokenizer, params, job.written, job.reading)
         is_handed_over = False
 
         async def close() -> None:

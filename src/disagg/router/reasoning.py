@@ -49,9 +49,15 @@ class ThinkSplitter:
     def __init__(self, *, is_open: bool) -> None:
         """is_open: the prompt ends with <think>."""
         self._state = _State.THINKING if is_open else _State.START
+        self.has_begun = is_open  # to think: it is never taken back
         self._pending = ""
         self._has_thought = False
         self._reasoning: list[str] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more can be thought."""
+        return self._state in (_State.GAP, _State.SAYING)
 
     def push(self, text: str) -> Thought:
         if self._state is _State.SAYING:
@@ -82,6 +88,7 @@ class ThinkSplitter:
         if rest.startswith(THINK_OPEN):
             self._state = _State.THINKING
             self._pending = rest[len(THINK_OPEN) :]
+            self.has_begun = True
         elif not THINK_OPEN.startswith(rest):
             said, self._pending = self._pending, ""
             self._state = _State.SAYING
@@ -101,3 +108,23 @@ class ThinkSplitter:
         self._has_thought |= bool(shown)
         self._reasoning.append(shown)
         self._pending = rest
+
+
+class ThoughtCounter:
+    """How many tokens of an answer are its thought: all up to the one with which </think> ends."""
+
+    def __init__(self, *, is_open: bool) -> None:
+        """is_open: the prompt ends with <think>."""
+        self._splitter = ThinkSplitter(is_open=is_open)
+        self._num_seen = 0
+
+    def push(self, text: str) -> None:
+        """The text of one more token; "" when it has none, or none yet."""
+        if not self._splitter.is_over:
+            self._num_seen += 1
+            self._splitter.push(text)
+
+    @property
+    def num_tokens(self) -> int:
+        """So far; none where the answer began with something else."""
+        return self._num_seen if self._splitter.has_begun else 0

@@ -144,8 +144,7 @@ def _request(
         model=params.model,
         prompt_ids=prompt_ids,
         sampling=SamplingParams(
-            # Reading a prompt always gives a first token; where none is wanted the router drops it.
-            max_tokens=_max_tokens(1 if params.is_prompt_only else params.max_tokens, len(prompt_ids), source, status),
+            max_tokens=_max_tokens(params, len(prompt_ids), source, status),
             temperature=params.temperature,
             top_p=params.top_p,
             seed=chosen % 2**63,  # any 64-bit integer is a seed; engines take the non-negative ones
@@ -163,6 +162,7 @@ def _request(
         ),
         num_choices=params.num_choices,
         is_open_ended=params.max_tokens is None,
+        is_prompt_only=params.is_prompt_only,
     )
 
 
@@ -177,16 +177,18 @@ def _check_num_scores(num_top: int | None, num_prompt: int) -> None:
         )
 
 
-def _max_tokens(wanted: int | None, num_prompt: int, source: str, status: ModelStatus) -> int:
-    """How many tokens the answer may have. Raises InvalidRequest naming both lengths."""
-    limit = status.max_context
+def _max_tokens(params: SharedParams, num_prompt: int, source: str, status: ModelStatus) -> int:
+    """How many tokens the workers may write. Raises InvalidRequest naming both lengths."""
+    limit, wanted = status.max_context, params.max_tokens
     if limit is None:
         raise Unavailable(f"{status.model} is not ready: {status.missing}", retry_after_s=_NOT_READY_RETRY_S)
     room = limit - num_prompt
-    if room < 1:
+    needed = 0 if params.is_prompt_only else 1
+    if room < needed:
+        more = " and the answer needs at least one of them" if needed else ""
         raise InvalidRequest(
-            f"the prompt has {num_prompt} tokens, but the context of {status.model} is {limit} tokens "
-            "and the answer needs at least one of them; shorten the prompt",
+            f"the prompt has {num_prompt} tokens, but the context of {status.model} is {limit} tokens{more}; "
+            "shorten the prompt",
             param=source,
             code="context_length_exceeded",
         )
@@ -199,4 +201,5 @@ def _max_tokens(wanted: int | None, num_prompt: int, source: str, status: ModelS
             param=source,
             code="context_length_exceeded",
         )
-    return wanted
+    # Reading a prompt always gives a first token; where none is wanted the router drops it.
+    return max(wanted, 1)

@@ -1,5 +1,6 @@
 """A small real model on disk, made without torch: random weights of the Llama family and a real tokenizer."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,8 +12,13 @@ from disagg.testing.tokenizer_files import write_tiny_tokenizer
 VOCAB_SIZE = 512
 
 
-def write_tiny_llama(folder: Path, *, seed: int = 0, num_layers: int = 4, max_context: int = 1024) -> Path:
-    """A Hugging Face directory: 6 heads over 2 KV heads of 16, weights wide enough for tokens to vary."""
+def write_tiny_llama(
+    folder: Path, *, seed: int = 0, num_layers: int = 4, max_context: int = 1024, words: Sequence[str] = ()
+) -> Path:
+    """A Hugging Face directory: 6 heads over 2 KV heads of 16, weights wide enough for tokens to vary.
+
+    Each of `words` is one token of its tokenizer.
+    """
     hidden, inner, heads, kv_heads, head_dim = 96, 160, 6, 2, 16
     random = np.random.default_rng(seed)
 
@@ -53,5 +59,5 @@ def write_tiny_llama(folder: Path, *, seed: int = 0, num_layers: int = 4, max_co
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_bytes(msgspec.json.encode(config))
-    write_tiny_tokenizer(folder, vocab_size=VOCAB_SIZE)
+    write_tiny_tokenizer(folder, vocab_size=VOCAB_SIZE, words=words)
     return folder

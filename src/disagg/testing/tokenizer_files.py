@@ -1,5 +1,6 @@
 """A small real tokenizer on disk: byte-level BPE in the Hugging Face layout, trained on the spot in milliseconds."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -32,11 +33,17 @@ class _Config(msgspec.Struct):
     chat_template: str | None
 
 
-def write_tiny_tokenizer(folder: Path, *, vocab_size: int = 512, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+def write_tiny_tokenizer(
+    folder: Path,
+    *,
+    vocab_size: int = 512,
+    chat_template: str | None = CHAT_TEMPLATE,
+    words: Sequence[str] = (),
+) -> Path:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json into `folder`; returns it.
 
     `vocab_size` is a limit of at least 259 (special tokens and bytes); the corpus has 422 tokens in it. The tokenizer
-    adds no bos.
+    adds no bos. Each of `words` becomes a token of its own, as marks of calls and thoughts are in many models.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,6 +55,7 @@ def write_tiny_tokenizer(folder: Path, *, vocab_size: int = 512, chat_template: 
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS],
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken(word, special=False, normalized=False) for word in words])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = _Config("PreTrainedTokenizerFast", None, "<|im_end|>", chat_template)

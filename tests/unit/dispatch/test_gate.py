@@ -1,5 +1,6 @@
 """Who is let in: by the model's limits, by what is open and promised already, and by who was here once."""
 
+import msgspec
 import pytest
 from tests.unit.dispatch.rigs import MODEL, ROUTER, Desk, card, sent
 
@@ -50,6 +51,19 @@ def test_what_can_be_served_comes_through_as_it_was() -> None:
     entrance.arrive("m0", Role.MIXED)
     request = GenerateRequest(MODEL, (1, 2), SamplingParams(4), num_choices=2)
     assert entrance.gate.checked(request, 1, 0.0) is request
+
+
+def test_a_prompt_by_itself_may_fill_the_context() -> None:
+    entrance = Entrance()
+    entrance.arrive("m0", Role.MIXED, max_context=200)
+    full = GenerateRequest(MODEL, (1,) * 200, SamplingParams(1), is_prompt_only=True)
+    assert entrance.gate.checked(full, 0, 0.0) is full
+    for refused in (
+        msgspec.structs.replace(full, is_prompt_only=False),
+        msgspec.structs.replace(full, prompt_ids=(1,) * 201),
+    ):
+        with pytest.raises(InvalidRequest, match="200"):
+            entrance.gate.checked(refused, 0, 0.0)
 
 
 def test_a_model_nobody_has_ever_served_is_not_waited_for() -> None:

@@ -19,6 +19,10 @@ ROOMY = Limits(max_context=100, max_pool_tokens=1000, vocab_size=1000)
         (ROOMY, 1, 1, None),
         (ROOMY, 99, 1, None),
         (ROOMY, 100, 1, ["100 tokens", "shorten"]),
+        (ROOMY, 100, 0, None),  # nothing is to be written
+        (ROOMY, 101, 0, ["101 tokens", "100", "shorten"]),
+        (LIMITS, 80, 0, None),
+        (LIMITS, 81, 0, ["81 tokens", "80", "--kv-memory"]),
         (ROOMY, 5000, 1, ["5000 tokens", "100", "shorten"]),
         (ROOMY, 60, 40, None),
         (ROOMY, 60, 41, ["60", "41", "101", "100", "at most 40"]),

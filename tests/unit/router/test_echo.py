@@ -70,6 +70,20 @@ async def test_nothing_written(make_site: MakeSite, tokenizer: ModelTokenizer, l
     assert {stream.request.sampling.max_tokens for stream in site.service.streams} == {1}
 
 
+async def test_a_prompt_as_long_as_the_context(make_site: MakeSite) -> None:
+    site = make_site(statuses=[ready("tiny", 20)])
+    echo: dict[str, object] = {"prompt": [5] * 20, "echo": True, "max_tokens": 0}
+    for is_streamed in (False, True):
+        assert (await site.complete(**echo, logprobs=1, stream=is_streamed)).status_code == 200
+    asked = site.service.streams[-1].request
+    assert (asked.is_prompt_only, asked.sampling.max_tokens) == (True, 1)
+    for more in ({"max_tokens": 1}, {"prompt": [5] * 21}):
+        error = (await site.complete(**{**echo, **more})).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "20 tokens" in error["message"]
+        assert ("at least one" in error["message"]) == ("max_tokens" in more)
+
+
 async def test_prompt_logprobs_by_themselves(site: Site, tokenizer: ModelTokenizer) -> None:
     prompt = [300, 301, 302]
     (choice,) = (await site.complete(prompt=prompt, prompt_logprobs=2, max_tokens=1)).json()["choices"]

@@ -26,6 +26,12 @@ _SHAPES: Final = {
     ToolParser.HERMES: Shape(f'{HERMES_OPEN}\n{{"name": "', '", "arguments": ', f"}}\n{HERMES_CLOSE}", "\n"),
     ToolParser.LLAMA3: Shape('{"name": "', '", "parameters": ', "}", "; "),
 }
+# An answer that the model begins with a thought is the thought's: its rules, not these, say what may come in it.
+_FIRST_TEXT: Final = r"FIRST_TEXT: TEXT & ~/\s*<think>(.|\n)*/"
+_ANY_TEXT: Final = r"TEXT: /(.|\n)*/"
+# What Llama's parser takes for the beginning of a call, and text that it takes for none.
+_LLAMA3_TEXT: Final = r"""OPENING: /\s*<\|python_tag\|>\s*|\s+/
+TEXT: /(.|\n)*/ & ~/\s*(<\|python_tag\|>\s*)?\{(.|\n)*/"""
 
 
 def choose_parser(asked: ToolParser, template: str | None) -> ToolParser:
@@ -44,12 +50,41 @@ def start_parser(family: ToolParser, names: Collection[str]) -> CallParser:
 
 def call_rules(family: ToolParser, tools: Collection[Tool], *, is_parallel: bool) -> str:
     """Rules of a grammar for one or more calls of these tools; the rule to begin with is `calls`."""
+    between = _quoted(_SHAPES[family].between)
+    more = f" ({between} call){{0,{MAX_ENFORCED_CALLS - 1}}}" if is_parallel else ""
+    return f"calls: call{more}\n{_one_call(family, tools)}"
+
+
+def chosen_call_rules(family: ToolParser, tools: Collection[Tool], *, is_parallel: bool, may_think: bool) -> str:
+    """Rules for an answer that may call these tools: its text is free, a call that it begins is enforced.
+
+    The rule to begin with is `body`; where the answer may_think before it, there is also `first`: the same for an
+    answer that does not.
+    """
+    if family is ToolParser.LLAMA3:
+        rules = [_LLAMA3_TEXT, call_rules(family, tools, is_parallel=is_parallel)]
+    else:
+        rules = [_ANY_TEXT, _one_call(family, tools, begun=HERMES_OPEN)]
+    rules.append(_body("body", "TEXT", family, is_parallel=is_parallel))
+    if may_think:
+        rules += [_FIRST_TEXT, _body("first", "FIRST_TEXT", family, is_parallel=is_parallel)]
+    return "\n".join(rules)
+
+
+def _body(name: str, text: str, family: ToolParser, *, is_parallel: bool) -> str:
+    if family is ToolParser.LLAMA3:
+        return f"{name}: OPENING? calls | {text}"
+    more = " body" if is_parallel else ""
+    return f"{name}: {name}_said call{more} | {text}\n{name}_said[lazy]: {text} {_quoted(HERMES_OPEN)}"
+
+
+def _one_call(family: ToolParser, tools: Collection[Tool], begun: str = "") -> str:
+    """The rule `call`; what stands in `begun` of its text has been read by another."""
     shape = _SHAPES[family]
     names = [f"call_{place}" for place in range(len(tools))]
-    more = f" ({_quoted(shape.between)} call){{0,{MAX_ENFORCED_CALLS - 1}}}" if is_parallel else ""
-    rules = [f"calls: call{more}", f"call: {' | '.join(names)}"]
+    rules = [f"call: {' | '.join(names)}"]
     for name, tool in zip(names, tools, strict=True):
-        opening = _quoted(f"{shape.start}{tool.name}{shape.middle}")
+        opening = _quoted(f"{shape.start.removeprefix(begun)}{tool.name}{shape.middle}")
         rules.append(f"{name}: {opening} {name}_arguments {_quoted(shape.end)}")
         rules.append(f"{name}_arguments: %json {tool.schema}")
     return "\n".join(rules)

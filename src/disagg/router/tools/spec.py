@@ -33,6 +33,7 @@ class Tool(msgspec.Struct, frozen=True):
     name: str
     text: str  # the whole tool as the client gave it, as JSON
     schema: str  # of its arguments, as a grammar takes it
+    is_strict: bool = False  # its arguments follow the schema, whoever decided to call it
 
 
 class ToolUse(msgspec.Struct, frozen=True):
@@ -56,6 +57,11 @@ class ToolUse(msgspec.Struct, frozen=True):
     @property
     def is_enforced(self) -> bool:
         return self.mode in (ToolMode.REQUIRED, ToolMode.NAMED)
+
+    @property
+    def is_enforced_once_begun(self) -> bool:
+        """The model decides whether it calls, but a call that it begins is enforced."""
+        return self.mode is ToolMode.AUTO and any(tool.is_strict for tool in self.tools)
 
 
 def read_tool_use(fields: Fields) -> ToolUse:
@@ -97,7 +103,7 @@ def _read_tool(name: str, value: object) -> Tool:
     parameters = function.nested("parameters")
     is_strict = function.boolean("strict")
     schema = schema_text(parameters.values if parameters else _NO_PARAMETERS, is_lenient=not is_strict)
-    return Tool(called, json.dumps(value, ensure_ascii=False), schema)
+    return Tool(called, json.dumps(value, ensure_ascii=False), schema, is_strict)
 
 
 def _read_choice(fields: Fields, names: list[str]) -> tuple[ToolMode, str | None]:

@@ -1,0 +1,112 @@
+"""Ends that are no whole answers, along every path: cut off, turned away, left by their clients.
+
+Case 40, a prompt that only the decode worker could hold, needs unlike workers: e4 in
+tests/faults/test_class_e_wrong_output.py.
+Case 41, a prefill worker that fails: a2 and a3 in tests/faults/test_class_a_hangs.py.
+"""
+
+import asyncio
+import json
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.e2e.api_paths import MODEL, PATHS, Json, Paths, all_paths, completion
+from tests.e2e.cluster import FAST_BEATS, SMALL, Front
+from tests.e2e.test_aborts import SEED, draw, live_all
+
+from disagg.testing.model_files import write_tiny_llama
+from disagg.testing.processes import Serve
+
+pytestmark = pytest.mark.timeout(300)
+MAX_OPEN = 24
+NUM_LEAVING = 12
+LEAVE_EVERY_S = 0.004
+NUM_AT_ONCE_AND_GONE = 90
+PROMPT = "the quick brown fox jumps over"
+LONG = [3 + place % 290 for place in range(400)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its context is long enough for answers that are still being written when the next request comes."""
+    return write_tiny_llama(tmp_path_factory.mktemp("served") / MODEL, max_context=4096)
+
+
+@pytest.fixture(scope="module")
+def paths(model: Path) -> Iterator[Paths]:
+    with all_paths(model, "--max-open-requests", str(MAX_OPEN), *FAST_BEATS) as made:
+        yield made
+
+
+def wait_idle(paths: Paths) -> None:
+    for name, front in paths.fronts.items():
+        front.wait_idle(1 if name == "mixed" else 2)
+
+
+def test_case_33_one_too_many_is_turned_away_with_a_body_and_a_time(paths: Paths) -> None:
+    reading = []  # or the connections would be closed with their iterators
+    with ExitStack() as stack:
+        for front in paths.fronts.values():
+            asked = completion(PROMPT, max_tokens=2000, stream=True)
+            for _ in range(MAX_OPEN):
+                got = stack.enter_context(front.client.stream("POST", "/v1/completions", json=asked))
+                reading.append(got.iter_lines())
+                next(reading[-1])
+        for more in ({}, {"stream": True}):
+            reply = paths.post(completion(PROMPT, **more))
+            assert (reply.status, reply.error["type"]) == (429, "server_overloaded")
+            assert f"the limit is {MAX_OPEN}" in reply.error["message"]
+        for front in paths.fronts.values():
+            assert int(front.post(completion(PROMPT)).headers["retry-after"]) >= 1
+    wait_idle(paths)
+    assert paths.complete(PROMPT).status == httpx.codes.OK
+
+
+def test_cases_27_42_clients_that_go_at_any_moment_leave_nothing(paths: Paths) -> None:
+    """Before the prompt is read, while it is handed over, after it: no lease has to end first."""
+    for front in paths.fronts.values():
+        for number in range(NUM_LEAVING):
+            with suppress(httpx.TimeoutException):
+                asked = completion([*LONG, 3 + number], max_tokens=2000)
+                front.client.post(
+                    "/v1/completions", json=asked, timeout=httpx.Timeout(5.0, read=(number + 1) * LEAVE_EVERY_S)
+                )
+    wait_idle(paths)
+    assert paths.complete(LONG).status == httpx.codes.OK
+
+
+def test_case_45_many_at_once_of_whom_many_go_leave_nothing_and_spoil_no_answer(paths: Paths) -> None:
+    chance = random.Random(SEED)
+    scripts = [draw(chance) for _ in range(NUM_AT_ONCE_AND_GONE)]
+    answers = {name: asyncio.run(live_all(front.url, scripts)) for name, front in paths.fronts.items()}
+    wait_idle(paths)
+    whole = 0
+    for found in zip(*answers.values(), strict=True):
+        kept = [answer for answer in found if answer is not None]
+        assert all(answer == kept[0] for answer in kept)
+        whole += len(kept) == len(PATHS)
+    assert NUM_AT_ONCE_AND_GONE // 5 < whole < NUM_AT_ONCE_AND_GONE
+
+
+def test_case_32_a_failure_after_the_first_byte_is_an_event_and_no_done(model: Path) -> None:
+    """The router is told to end in the middle: a client can tell it from an answer that was complete."""
+    errors: dict[str, Json] = {}
+    for name, pools in PATHS.items():
+        lines: list[str] = []
+        with Serve((str(model), *pools, *SMALL, *FAST_BEATS)) as serve, Front(serve.url) as front:
+            asked = completion(PROMPT, max_tokens=3500, stream=True)
+            with front.client.stream("POST", "/v1/completions", json=asked) as got:
+                for line in got.iter_lines():
+                    lines += [line] if line else []
+                    if len(lines) == 5 and line:
+                        serve.kill("router", signal.SIGTERM)
+        assert "data: [DONE]" not in lines
+        assert all("error" not in json.loads(line.removeprefix("data: ")) for line in lines[:-1])
+        errors[name] = json.loads(lines[-1].removeprefix("data: "))["error"]
+    assert errors["mixed"]["code"] == "service_unavailable"
+    assert all(error == errors["mixed"] for error in errors.values())
