@@ -15,8 +15,8 @@ Labels = Mapping[str, str]
 class Reading:
     """Some families of one scrape, or what they rose by between two."""
 
-    def __init__(self, values: Mapping[tuple[str, str], float], labels: Mapping[str, Labels]) -> None:
-        """values: by name and the text between the braces; labels: by that text."""
+    def __init__(self, values: Mapping[str, Mapping[str, float]], labels: Mapping[str, Labels]) -> None:
+        """values: by name, then by the text between the braces; labels: by that text."""
         self._values = values
         self._labels = labels
 
@@ -43,7 +43,7 @@ class Reading:
         """
         by_edge: dict[float, float] = {}
         for labels, value in self._series(metric.name + "_bucket", {}):
-            edge = float(labels["le"])
+            edge = float(labels.get("le", "inf"))
             by_edge[edge] = by_edge.get(edge, 0.0) + value
         edges = sorted(by_edge)
         if not edges or by_edge[edges[-1]] <= 0:
@@ -59,17 +59,18 @@ class Reading:
 
     def since(self, before: "Reading") -> "Reading":
         """What has been added. A total that fell is of a new process, which began at 0."""
-        risen: dict[tuple[str, str], float] = {}
-        for key, value in self._values.items():
-            old = before._values.get(key, 0.0)
-            risen[key] = value - old if value >= old else value
+        risen: dict[str, dict[str, float]] = {}
+        for name, series in self._values.items():
+            known = before._values.get(name, {})
+            olds = ((text, value, known.get(text, 0.0)) for text, value in series.items())
+            risen[name] = {text: value - old if value >= old else value for text, value, old in olds}
         return Reading(risen, self._labels)
 
     def _series(self, name: str, wanted: Labels) -> list[tuple[Labels, float]]:
         return [
             (self._labels[text], value)
-            for (own, text), value in self._values.items()
-            if own == name and wanted.items() <= self._labels[text].items()
+            for text, value in self._values.get(name, {}).items()
+            if wanted.items() <= self._labels[text].items()
         ]
 
 
@@ -77,17 +78,16 @@ def read(text: str, metrics: Collection[Metric]) -> Reading:
     """The families of these metrics. Lines that are none of them, or no lines of this format, are left out."""
     names = {metric.name for metric in metrics}
     names |= {metric.name + suffix for metric in metrics if metric.buckets for suffix in _SUFFIXES}
-    values: dict[tuple[str, str], float] = {}
+    values: dict[str, dict[str, float]] = {}
     labels: dict[str, Labels] = {}
     for line in text.splitlines():
-        end = min(line.find("{") % (1 << 32), line.find(" ") % (1 << 32))
-        name = line[:end]
+        name = line.partition("{")[0].partition(" ")[0]
         if name not in names:
             continue
-        rest, _, number = line[end:].rpartition(" ")
+        rest, _, number = line[len(name) :].rpartition(" ")
         inner = rest.strip().removeprefix("{").removesuffix("}")
         try:
-            values[name, inner] = float(number)
+            values.setdefault(name, {})[inner] = float(number)
         except ValueError:
             continue
         if inner not in labels:
