@@ -32,10 +32,6 @@ class Reading:
             found[key] = found.get(key, 0.0) + value
         return found
 
-    def count(self, metric: Metric) -> float:
-        """Observations of a histogram, all its series together."""
-        return sum(value for _, value in self._series(metric.name + "_count", {}))
-
     def quantile(self, metric: Metric, share: float) -> float | None:
         """Of a histogram, all its series together, linear within a bucket. None when nothing was observed.
 
