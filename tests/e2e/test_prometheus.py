@@ -127,3 +127,50 @@ def is_up(client: httpx.Client) -> bool:
 def has_evaluated(client: httpx.Client) -> bool:
     rules = client.get("/api/v1/rules").json()["data"]["groups"][0]["rules"]
     return all(rule["health"] != "unknown" for rule in rules)
+
+
+# What is wrong, as series of one hour; and the alerts that it must raise, these alone.
+WRONG = """
+rule_files: ["RULES"]
+evaluation_interval: 30s
+tests:
+  - interval: 30s
+    input_series:
+      - {series: 'disagg_model_ready{job="disagg",model="tiny"}', values: "0+0x120"}
+      - {series: 'disagg_placements_total{job="disagg",reason="no_prefill_worker"}', values: "0+3x120"}
+      - {series: 'disagg_placements_total{job="disagg",reason="long_prompt"}', values: "0+30x120"}
+      - {series: 'disagg_requests_total{job="disagg",outcome="finished"}', values: "0+30x120"}
+      - {series: 'disagg_rejections_total{job="disagg",reason="overloaded"}', values: "0+3x120"}
+      - {series: 'disagg_rejections_total{job="disagg",reason="impossible"}', values: "0+90x120"}
+      - {series: 'disagg_blocks{job="disagg",worker="d0",state="free"}', values: "1+0x120"}
+      - {series: 'disagg_blocks{job="disagg",worker="d0",state="held"}', values: "99+0x120"}
+      - {series: 'disagg_sequences_waiting{job="disagg",worker="d0"}', values: "2+0x120"}
+      - {series: 'disagg_blocks{job="disagg",worker="d1",state="free"}', values: "1+0x120"}
+      - {series: 'disagg_blocks{job="disagg",worker="d1",state="held"}', values: "99+0x120"}
+      - {series: 'disagg_sequences_waiting{job="disagg",worker="d1"}', values: "0+0x120"}
+      - {series: 'disagg_worker_up{job="disagg",worker="d0",role="decode"}', values: "1+0x120"}
+      - {series: 'disagg_worker_up{job="disagg",worker="d1",role="decode"}', values: "1+0x112 stale"}
+      - {series: 'disagg_landings_rejected_total{job="disagg",worker="d0"}', values: "0+0x110 1+0x9"}
+      - {series: 'disagg_time_to_first_token_seconds_bucket{job="disagg",le="10.0"}', values: "0+9x120"}
+      - {series: 'disagg_time_to_first_token_seconds_bucket{job="disagg",le="20.0"}', values: "0+10x120"}
+      - {series: 'disagg_time_to_first_token_seconds_bucket{job="disagg",le="+Inf"}', values: "0+10x120"}
+      - {series: 'disagg_moves_total{job="disagg",cause="drain"}', values: "0+90x120"}
+    promql_expr_test:
+      - expr: count by (alertname, worker) (ALERTS{alertstate="firing"})
+        eval_time: 1h
+        exp_samples:
+          - {labels: '{alertname="DisaggModelNotReady"}', value: 1}
+          - {labels: '{alertname="DisaggFallingBack"}', value: 1}
+          - {labels: '{alertname="DisaggTurningAway"}', value: 1}
+          - {labels: '{alertname="DisaggKvFull", worker="d0"}', value: 1}
+          - {labels: '{alertname="DisaggWorkersMissing"}', value: 1}
+          - {labels: '{alertname="DisaggDamagedKv", worker="d0"}', value: 1}
+          - {labels: '{alertname="DisaggSlowFirstToken"}', value: 1}
+"""
+
+
+def test_alerts_are_raised_by_what_is_wrong_and_by_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yml"
+    path.write_text(WRONG.replace("RULES", str(MONITORING / "alerts.yml")))
+    found = promtool("test", "rules", str(path))
+    assert found.returncode == 0, found.stdout + found.stderr
