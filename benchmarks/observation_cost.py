@@ -176,7 +176,7 @@ class Top:
     async def wait_drawn(self) -> None:
         """Until it has drawn a few pictures: imports and first requests are no part of the cost."""
         async with asyncio.timeout(LIMIT_S):
-            while self.num_bytes < 4000 and self._process.poll() is None:
+            while self.num_bytes < 4000 and self._process.poll() is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         await asyncio.sleep(TOP_INTERVAL_S)
         if self._process.poll() is not None:
@@ -309,9 +309,7 @@ async def measure(args: argparse.Namespace, folder: Path, router: MarkedProcess)
             loading.cancel()
             await load.drain()
     await fleet.stop()
-    costs = {
-        name: statistics.median(each[name] - each[NOBODY] for each in shares) for name in SIDES if name != NOBODY
-    }
+    costs = {name: statistics.median(each[name] - each[NOBODY] for each in shares) for name in SIDES if name != NOBODY}
     return {
         "parts": parts,
         "cost_apart": cost_apart(parts),

@@ -210,7 +210,8 @@ LinkGbits = Annotated[
 ]
 RouterAddress = Annotated[str, typer.Option(help="host:port of the router's control port.", rich_help_panel=NETWORK)]
 MetricsHost = Annotated[
-    str, typer.Option(help="Address of this worker's own /metrics; nobody there is asked who asks.", rich_help_panel=LIFE)
+    str,
+    typer.Option(help="Address of this worker's own /metrics; it asks nobody who he is.", rich_help_panel=LIFE),
 ]
 MetricsPort = Annotated[
     int | None,

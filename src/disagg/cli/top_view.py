@@ -127,16 +127,27 @@ def _summary(span: _Span, now: Look) -> list[str]:
     hidden = f"{100 * moved.get('hidden', 0.0) / total:.0f} %" if total else UNKNOWN
     num_open = sum(worker.state.num_handoffs for worker in now.cluster.workers)
     queued = now.reading.total(table.CHOICES_WAITING)
+    requests = (
+        f"open {now.cluster.router.num_open_requests}",
+        f"queued at the router {queued:.0f}",
+        f"ended {_per_s(span.rate(table.REQUESTS))}",
+        f"turned away {_per_s(span.rate(table.REJECTIONS))}",
+        f"moved {_per_s(span.rate(table.MOVES))}",
+        f"fallbacks {_per_s(_sum(fallbacks))}",
+    )
+    handoffs = (
+        f"open {num_open} ends",
+        f"sent {_per_s(span.rate(table.HANDOFFS, outcome='sent'))}",
+        _bytes_per_s(span.rate(table.HANDOFF_BYTES)),
+        f"hidden {hidden}",
+    )
+    prompt, generated = (_per_s(span.rate(metric)) for metric in (table.PROMPT_TOKENS, table.GENERATED_TOKENS))
     return [
-        f"requests   open {now.cluster.router.num_open_requests}   queued at the router {queued:.0f}   "
-        f"ended {_per_s(span.rate(table.REQUESTS))}   turned away {_per_s(span.rate(table.REJECTIONS))}   "
-        f"moved {_per_s(span.rate(table.MOVES))}   fallbacks {_per_s(_sum(fallbacks))}",
-        f"tokens     prompt {_per_s(span.rate(table.PROMPT_TOKENS))}   "
-        f"generated {_per_s(span.rate(table.GENERATED_TOKENS))}",
+        f"requests   {'   '.join(requests)}",
+        f"tokens     prompt {prompt}   generated {generated}",
         f"latency    TTFT {span.percentiles(table.TTFT_SECONDS)}   ITL {span.percentiles(table.ITL_SECONDS)}",
         f"           TPOT {span.percentiles(table.TPOT_SECONDS)}   whole answer {span.percentiles(table.E2E_SECONDS)}",
-        f"hand-offs  open {num_open} ends   sent {_per_s(span.rate(table.HANDOFFS, outcome='sent'))}   "
-        f"{_bytes_per_s(span.rate(table.HANDOFF_BYTES))}   hidden {hidden}",
+        f"hand-offs  {'   '.join(handoffs)}",
     ]
 
 

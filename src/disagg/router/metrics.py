@@ -45,7 +45,9 @@ class RouterMetrics:
         ready = table.MODEL_READY
         return {
             table.REQUESTS_OPEN.name: [Sample("", self._dispatcher.num_open)],
-            table.CHOICES_WAITING.name: [Sample("", sum(each.num_unplaced for each in self._dispatcher.open_requests()))],
+            table.CHOICES_WAITING.name: [
+                Sample("", sum(each.num_unplaced for each in self._dispatcher.open_requests()))
+            ],
             ready.name: [
                 Sample(labels_text((ready.label, each.model)), each.is_ready) for each in self._dispatcher.models()
             ],

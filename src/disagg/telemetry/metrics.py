@@ -110,9 +110,7 @@ HANDOFF_BYTES = Metric(
 )
 PUSHES = Metric("disagg_pushes_total", _C, "pushes", "Writes of KV into a peer's arena.")
 PUSH_RETRIES = Metric("disagg_push_retries_total", _C, "pushes", "Pushes sent again after a failure.")
-LANDINGS_REJECTED = Metric(
-    "disagg_landings_rejected_total", _C, "pushes", "Pushes that arrived with a wrong checksum."
-)
+LANDINGS_REJECTED = Metric("disagg_landings_rejected_total", _C, "pushes", "Pushes that arrived with a wrong checksum.")
 RESERVATIONS_REFUSED = Metric(
     "disagg_reservations_refused_total", _C, "reservations", "Reservations refused here.", "reason", _FAILURES
 )

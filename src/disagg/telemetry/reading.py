@@ -1,4 +1,4 @@
-"""What a scrape of ours says: totals, rates between two looks, quantiles. Reads the families that are asked for only."""
+"""What a scrape of ours says: totals, rises between two looks, quantiles. Only families that are asked for are read."""
 
 import re
 from collections.abc import Collection, Mapping
