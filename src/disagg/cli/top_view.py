@@ -46,14 +46,14 @@ _COLUMNS = (
     "streams",
     "to read",
     "KV blocks in use",
-    "cached",
-    "quarantined",
-    "hand-offs",
     "busy",
     "read/s",
     "written/s",
+    "hand-offs",
+    "cached",
+    "quarantined",
     "sends to",
-)
+)  # a narrow terminal cuts off the last ones
 _LEFT = ("worker", "role", "state", "KV blocks in use", "sends to")
 
 
@@ -171,12 +171,12 @@ def _row(worker: WorkerView, span: _Span, now: Look) -> tuple[str, ...]:
         str(state.num_decoding),
         str(state.num_waiting_tokens),
         f"{_bar(used, total)} {used}/{total}",
-        str(state.num_cached_blocks),
-        str(state.num_quarantined_blocks),
-        str(state.num_handoffs),
         UNKNOWN if busy is None else f"{100 * min(1.0, busy):.0f} %",
         _number(span.rate(table.PROMPT_TOKENS_COMPUTED, worker=me)),
         _number(span.rate(table.OUTPUT_TOKENS, worker=me)),
+        str(state.num_handoffs),
+        str(state.num_cached_blocks),
+        str(state.num_quarantined_blocks),
         f"{len(links)} at up to {_bytes_per_s(fast)}" if links else "",
     )
 

@@ -1,5 +1,6 @@
 """Prometheus' text format, written. One pass over plain numbers: a scrape holds up the loop that sends tokens."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -22,14 +23,14 @@ Family = tuple[Metric, Iterable[Sample]]
 
 def labels_text(*pairs: tuple[str, str]) -> str:
     """(name, value) pairs as they stand between braces; "" for none."""
-    return ",".join([f'{name}="{_escaped(value)}"' for name, value in pairs])
+    return ",".join([_pair(name, value) for name, value in pairs])
 
 
 def add_label(labels: str, name: str, value: str) -> str:
     """One more label behind others; a metric without a label of its own has the name ""."""
     if not name:
         return labels
-    return f"{labels},{labels_text((name, value))}" if labels else labels_text((name, value))
+    return f"{labels},{_pair(name, value)}" if labels else _pair(name, value)
 
 
 def histogram_samples(labels: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> list[Sample]:
@@ -61,5 +62,7 @@ def _number(value: float) -> str:
     return {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}.get(repr(number)) or repr(number)
 
 
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+@functools.lru_cache(maxsize=4096)  # every scrape asks for the same ones
+def _pair(name: str, value: str) -> str:
+    escaped = value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    return f'{name}="{escaped}"'

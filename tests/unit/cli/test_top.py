@@ -74,8 +74,8 @@ def test_totals_become_rates_between_two_looks() -> None:
     header, *rows = lines[7:]
     assert [row.split()[0] for row in rows] == ["p0", "p1", "d0"]
     assert rows[2].split() == [
-        *("d0", "decode", "draining", "3", "8", "5", "4096", "[###.......]", "30/100", "10", "1", "2"),
-        *("30", "%", "0", "180"),
+        *("d0", "decode", "draining", "3", "8", "5", "4096", "[###.......]", "30/100", "30", "%", "0", "180"),
+        *("2", "10", "1"),
     ]
     assert rows[0].endswith("1 at up to 2.5 GB/s")
     assert rows[2].index("draining") == header.index("state")
