@@ -105,6 +105,7 @@ bench: $(STAMP) ## every benchmark, on a quiet machine (long; ARGS=--quick: shor
 	@echo "== overload"; $(PY) benchmarks/overload.py $(ARGS)
 	@echo "== router"; $(PY) benchmarks/router.py $(ARGS)
 	@echo "== bad clients"; $(PY) benchmarks/router_clients.py $(ARGS)
+	@echo "== what watching costs"; $(PY) benchmarks/observation_cost.py $(ARGS)
 	@echo "== interference"; $(PY) benchmarks/interference.py $(ARGS)
 	@echo "== disagg bench: accuracy"; $(PY) benchmarks/bench_accuracy.py $(ARGS)
 	@echo "== disagg bench: agreement"; $(PY) benchmarks/bench_agreement.py $(ARGS)

@@ -17,9 +17,11 @@ from disagg.protocol.messages import (
     EmitTokens,
     PoolCard,
     RegisterWorker,
+    ReportState,
     RouterToWorker,
     StartSequence,
     WorkerCard,
+    WorkerState,
 )
 from disagg.testing.model_files import VOCAB_SIZE
 
@@ -33,11 +35,13 @@ TO_WORKER: msgspec.msgpack.Decoder[RouterToWorker] = msgspec.msgpack.Decoder(Rou
 class FakeWorker:
     """Registers as a mixed worker. Sends a token for every open sequence whenever it is told to step."""
 
-    def __init__(self, tokens: Sequence[int], digest: str) -> None:
+    def __init__(self, tokens: Sequence[int], digest: str, name: str = "fake") -> None:
         self.open: dict[SequenceId, int] = {}  # tokens sent so far
         self.started_s: dict[SequenceId, float] = {}
         self.step_s: list[float] = []
         self.is_instant = False  # answers each sequence with one token at once
+        self.name = name
+        self._limits: dict[SequenceId, int] = {}
         self._tokens = tokens
         self._digest = digest
         self._channel: Channel[RouterToWorker] | None = None
@@ -53,7 +57,7 @@ class FakeWorker:
         channel = await dial(address, TO_WORKER, timeout_s=LIMIT_S)
         pool = PoolCard(MODEL, "weights", self._digest, Numerics.EXACT, VOCAB_SIZE, MAX_CONTEXT)
         card = WorkerCard(
-            worker_id=WorkerId("fake"),
+            worker_id=WorkerId(self.name),
             incarnation=Incarnation(1),
             role=Role.MIXED,
             pool=pool,
@@ -86,10 +90,17 @@ class FakeWorker:
         number = len(self.step_s)
         token_id = self._tokens[number % len(self._tokens)]
         tokens = tuple(EmittedToken(each, position, token_id) for each, position in self.open.items())
-        for each in self.open:
+        for each in tuple(self.open):
             self.open[each] += 1
+            if self.open[each] >= self._limits[each]:
+                del self.open[each], self._limits[each]
         self.step_s.append(time.perf_counter())
         self._channel.send(EmitTokens(tokens))
+
+    def report(self, state: WorkerState) -> None:
+        """As a worker does with every beat."""
+        assert self._channel is not None
+        self._channel.send(ReportState(Role.MIXED, state))
 
     def _take(self, message: RouterToWorker) -> None:
         if isinstance(message, StartSequence):
@@ -100,6 +111,8 @@ class FakeWorker:
                 self._channel.send(EmitTokens((EmittedToken(sequence_id, 0, self._tokens[0]),)))
             else:
                 self.open[sequence_id] = 0
+                self._limits[sequence_id] = message.spec.sampling.max_tokens
         elif isinstance(message, AbortSequence):
             self.open.pop(message.sequence_id, None)
+            self._limits.pop(message.sequence_id, None)
         self._changed.set()

@@ -33,6 +33,7 @@ import msgspec
 import harness
 from disagg.modelfiles.fetch import resolve_model, served_name
 from disagg.modelfiles.tokenizer import load_tokenizer
+from disagg.telemetry.metrics import PREEMPTIONS, REJECTIONS
 from disagg.testing.model_files import write_tiny_llama
 from disagg.testing.processes import Serve, wait_until
 
@@ -306,7 +307,7 @@ def measure(args: argparse.Namespace, path: str, name: str) -> None:
         vocab_size = load_tokenizer(resolve_model(path)).vocab_size
         crowd = Crowd(server.url, name, vocab_size, args.seed)
         before, cpu_before = memory_of(server), harness.cpu_use()
-        preempted_before = total(harness.scrape(server), "disagg_preemptions_total")
+        preempted_before = total(harness.scrape(server), PREEMPTIONS.name)
         figures = asyncio.run(run(crowd, lengths, server))
         cpu_after = harness.cpu_use()
         left, metrics, after = leaked(server), harness.scrape(server), memory_of(server)
@@ -314,8 +315,8 @@ def measure(args: argparse.Namespace, path: str, name: str) -> None:
         server.wait(60.0)
     foreign = harness.foreign_share(cpu_before, cpu_after)
     print_figures(figures, crowd, foreign)
-    preempted = total(metrics, "disagg_preemptions_total") - preempted_before
-    rejections = {reason: n for (metric, _, reason), n in metrics.items() if metric == "disagg_rejections_total"}
+    preempted = total(metrics, PREEMPTIONS.name) - preempted_before
+    rejections = {reason: n for (metric, _, reason), n in metrics.items() if n and metric == REJECTIONS.name}
     memory = {name: (round(before[name], 1), round(after[name], 1)) for name in before}
     print(f"preemptions: {preempted:.0f}; turned away by reason: {rejections}; leaked blocks: {left or 0}")
     print("memory, MiB: " + ", ".join(f"{name} {old} -> {new}" for name, (old, new) in memory.items()))

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from disagg.protocol.tables import DIAGRAMS, TABLES
+from disagg.telemetry.metrics import ALL_METRICS, ROUTER_METRICS
+from disagg.telemetry.page import PARTS, bucket_lines, markdown
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -24,6 +26,20 @@ def test_diagrams_are_generated(page: str, name: str) -> None:
     """`make docs` rewrites them."""
     (table,) = [each for each in TABLES if each.name == name]
     assert section(page, name) == f"```mermaid\n{table.diagram()}\n```\n"
+
+
+def test_the_page_of_metrics_is_the_table() -> None:
+    """`make docs` rewrites it."""
+    for name, metrics in PARTS.items():
+        assert section("metrics.md", name) == markdown(metrics)
+    assert section("metrics.md", "buckets") == bucket_lines(ROUTER_METRICS)
+
+
+def test_metrics_that_pages_name_exist() -> None:
+    names = {metric.name for metric in ALL_METRICS}
+    for path in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        for name in re.findall(r"\bdisagg_[a-z0-9_]+", path.read_text()):
+            assert names & {name, re.sub("_(bucket|sum|count)$", "", name)}, f"{path.name} names {name}"
 
 
 def test_rooms_are_those_on_disk() -> None:

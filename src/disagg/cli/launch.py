@@ -94,3 +94,10 @@ def run_doctor(router_address: str, keys: str, *, as_json: bool) -> int:
     from disagg.cli.doctor import run_doctor as run
 
     return run(router_address, keys, as_json=as_json)
+
+
+def run_top(url: str, interval_s: float, *, once: bool) -> int:
+    """Blocking; the exit code. Raises ConfigurationError when there is nobody to look at and it is for once."""
+    from disagg.cli.top_run import run_top as run
+
+    return run(url, interval_s, once=once)

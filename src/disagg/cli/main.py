@@ -1,4 +1,4 @@
-"""`disagg`: serve, worker, router, drain, keys, doctor, profile, bench, advise, plan, simulate, version.
+"""`disagg`: serve, worker, router, drain, keys, doctor, top, profile, bench, advise, plan, simulate, version.
 
 Exit codes: 0 done, 1 failed, 2 cannot work as asked (one plain line says why), 130 cut short by a second Ctrl-C.
 """
@@ -20,6 +20,7 @@ from disagg.cli.bench import bench
 from disagg.cli.planner import advise, plan, simulate
 from disagg.cli.profile import profile
 from disagg.cli.sizes import format_bytes, parse_address, parse_bytes, parse_cores, parse_models
+from disagg.cli.top import top
 from disagg.cluster.plan import PoolSizes, check_pool_sizes, check_ports, plan_local
 from disagg.core.errors import ConfigurationError, DisaggError
 from disagg.core.formats import Weights
@@ -247,6 +248,8 @@ def worker(
     progress_timeout_s: opt.ProgressTimeoutS = _WORKER.progress_timeout_s,
     drain_timeout_s: opt.DrainTimeoutS = _WORKER.drain_timeout_s,
     beat_interval_s: opt.BeatIntervalS = _WORKER.beat_interval_s,
+    metrics_host: opt.MetricsHost = _WORKER.metrics_host,
+    metrics_port: opt.MetricsPort = _WORKER.metrics_port,
 ) -> None:
     """Run one worker and register it at a router."""
     config = WorkerConfig(
@@ -283,6 +286,8 @@ def worker(
         weights=weights,
         kv_dtype=kv_dtype,
         kernels=kernels,
+        metrics_host=metrics_host,
+        metrics_port=metrics_port,
     )
     raise SystemExit(launch.run_worker(config))
 
@@ -357,6 +362,7 @@ def drain(
     _say(f"{worker_id} drains and then ends")
 
 
+app.command()(top)
 app.command()(profile)
 app.add_typer(bench)
 app.command()(advise)

@@ -209,3 +209,15 @@ LinkGbits = Annotated[
     typer.Option(help="What a link should give, Gbit/s; 0: what the network card says.", rich_help_panel=HANDOFF),
 ]
 RouterAddress = Annotated[str, typer.Option(help="host:port of the router's control port.", rich_help_panel=NETWORK)]
+MetricsHost = Annotated[
+    str,
+    typer.Option(help="Address of this worker's own /metrics; it asks nobody who he is.", rich_help_panel=LIFE),
+]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        help="Port of this worker's own /metrics; 0: any free one. Default: none, the router shows all workers'.",
+        rich_help_panel=LIFE,
+        show_default=False,
+    ),
+]

@@ -31,6 +31,7 @@ class WorkerStateView(msgspec.Struct, frozen=True):
     num_running: int = 0
     num_handoffs: int = 0
     num_waiting_tokens: int = 0
+    num_decoding: int = 0
 
 
 class WorkerView(msgspec.Struct, frozen=True):
@@ -70,6 +71,11 @@ class RouterWatch:
             return msgspec.json.decode(response.content, type=ClusterView)
         except msgspec.DecodeError:
             return None
+
+    async def metrics(self) -> str | None:
+        """Prometheus text of router and workers."""
+        response = await self._get("/metrics")
+        return response.text if response is not None and response.status_code == httpx.codes.OK else None
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -9,7 +9,7 @@
 Views of workers are hints: what a worker answers decides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from disagg.core.errors import DisaggError, Failure, FailureKind, Unavailable
 from disagg.core.ids import RequestId, SequenceId, WorkerId
@@ -51,14 +51,7 @@ from disagg.protocol.messages import (
 )
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.decision_log import DecisionKind
-from disagg.telemetry.metrics import (
-    GENERATED_TOKENS,
-    MESSAGES_IGNORED,
-    MOVES,
-    PLACEMENTS,
-    PROMPT_TOKENS,
-    REQUESTS,
-)
+from disagg.telemetry.metrics import GENERATED_TOKENS, MESSAGES_IGNORED, MOVES, PLACEMENTS, PROMPT_TOKENS, REQUESTS
 
 
 class Dispatcher:
@@ -87,6 +80,9 @@ class Dispatcher:
     @property
     def num_open(self) -> int:
         return len(self._requests)
+
+    def open_requests(self) -> Iterable[OpenRequest]:
+        return self._requests.values()
 
     def open_request(self, request_id: RequestId) -> OpenRequest | None:
         return self._requests.get(request_id)

@@ -166,6 +166,11 @@ class OpenRequest:
         return placement.path if placement is not None else Path.MIXED
 
     @property
+    def num_unplaced(self) -> int:
+        """Choices that no worker has."""
+        return sum(each.is_open and not each.is_placed for each in self.choices)
+
+    @property
     def num_cached_tokens(self) -> int:
         # What a later choice finds cached may be what the first one has computed.
         return self.choices[0].num_cached_tokens

@@ -8,6 +8,7 @@ import msgspec
 from disagg.core.errors import DisaggError
 from disagg.core.ids import RequestId
 from disagg.core.request import EmittedToken, FinishReason, SamplingParams
+from disagg.telemetry.metrics import Metric
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -81,6 +82,9 @@ class GenerationService(Protocol):
         """Raises InvalidRequest, ModelNotFound, Unavailable, Overloaded at once; later failures are events."""
 
     def models(self) -> tuple[ModelStatus, ...]: ...
+
+    def count(self, metric: Metric, label: str) -> None:
+        """One more of what only the HTTP front sees."""
 
     def metrics_text(self) -> bytes:
         """Prometheus exposition of router and workers."""

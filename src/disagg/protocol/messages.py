@@ -88,6 +88,7 @@ class WorkerState(msgspec.Struct, frozen=True, array_like=True):
     counters: tuple[CounterValue, ...] = ()
     step_costs: tuple[float, ...] = ()  # learned coefficients of its step time, as in policy.step_time.StepCosts
     links: tuple[LinkState, ...] = ()  # to the peers that it has sent KV to
+    num_decoding: int = 0  # of those that run: streams that write an answer
 
 
 # --- worker -> router -------------------------------------------------------------------------------------------

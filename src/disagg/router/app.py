@@ -28,6 +28,7 @@ from disagg.router.models import ServedModels
 from disagg.router.request_id import RequestIdHeader
 from disagg.router.sse import ClientGone
 from disagg.router.text import ModelText
+from disagg.telemetry.metrics import HTTP_ERRORS
 
 # Parts of OpenAI's API that are not here, by the first word after /v1/.
 UNSUPPORTED: Final = (
@@ -71,8 +72,9 @@ def create_app(
     `clock` gives Unix time in seconds for "created"; `draw_seed` a seed for a request without one.
     """
     made = endpoints(service, models, text_threads, limits=limits, access=access, clock=clock, draw_seed=draw_seed)
-    routes = [Route(path, _Guarded(endpoint), methods=[method]) for method, path, endpoint in made]
-    app: ASGIApp = _Site(Router(routes, redirect_slashes=False))
+    errors = _ErrorCount(service)
+    routes = [Route(path, _Guarded(endpoint, errors), methods=[method]) for method, path, endpoint in made]
+    app: ASGIApp = _Site(Router(routes, redirect_slashes=False), errors)
     if cors_origins:
         app = CORSMiddleware(
             app,
@@ -84,11 +86,23 @@ def create_app(
     return RequestIdHeader(app)
 
 
+class _ErrorCount:
+    """Answers that are errors, by status. An endpoint that says 503 by itself, as /ready does, is none."""
+
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+
+    def counted(self, response: Response) -> Response:
+        self._service.count(HTTP_ERRORS, str(response.status_code))
+        return response
+
+
 class _Site:
     """Routes, and an error object for what is nowhere. Nothing else stands between an endpoint and the socket."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, errors: _ErrorCount) -> None:
         self._router = router
+        self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -97,7 +111,8 @@ class _Site:
         try:
             await self._router(scope, receive, send)
         except HTTPException as error:
-            await _routing_error(Request(scope), error)(scope, receive, send)
+            response = self._errors.counted(_routing_error(Request(scope), error))
+            await response(scope, receive, send)
 
 
 def endpoints(
@@ -138,8 +153,9 @@ class _Guarded:
     An application by itself, so that nothing is wrapped around each chunk that its response sends.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, errors: _ErrorCount) -> None:
         self._endpoint = endpoint
+        self._errors = errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         response = await self._respond(Request(scope, receive))
@@ -149,14 +165,15 @@ class _Guarded:
         try:
             return await self._endpoint(request)
         except (ClientGone, ClientDisconnect):
-            return Response(status_code=_GONE)
+            response = Response(status_code=_GONE)
         except Refused as refusal:
-            return refusal.error.response()
+            response = refusal.error.response()
         except DisaggError as error:
-            return http_error(error).response()
+            response = http_error(error).response()
         except Exception as error:
             _log.exception("%s %s failed", request.method, request.url.path)
-            return http_error(error).response()
+            response = http_error(error).response()
+        return self._errors.counted(response)
 
 
 def _routing_error(request: Request, error: HTTPException) -> Response:

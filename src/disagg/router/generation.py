@@ -23,7 +23,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from disagg.core.errors import DisaggError
+from disagg.core.errors import DisaggError, RateLimited
 from disagg.dispatch.stream import GenerateRequest, GenerationService, ModelStatus
 from disagg.router.access import Access, Caller
 from disagg.router.answer import OpenAnswer
@@ -40,6 +40,7 @@ from disagg.router.models import ServedModels
 from disagg.router.openai_types import SharedParams, read_chat, read_completion
 from disagg.router.sse import DONE, EventStream, event, unless_client_goes
 from disagg.router.text import ModelText, chat_requests, completion_requests
+from disagg.telemetry.metrics import REJECTIONS
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Generation:
         loop = asyncio.get_running_loop()
         job = await loop.run_in_executor(self._text_threads, lambda: prepare(read_object(body, depth), statuses))
         params, tokenizer = job.params, job.text.tokenizer
-        caller.admit(sum(len(each.prompt_ids) for each in job.requests), time.monotonic())
+        self._admit(caller, job.requests)
         requests = [_of(caller, each) for each in job.requests]
         answer = OpenAnswer(self._service, requests, tokenizer, params, job.written, job.reading)
         is_handed_over = False
@@ -127,6 +128,14 @@ class Generation:
         finally:
             if not is_handed_over:
                 await close()
+
+    def _admit(self, caller: Caller, requests: Sequence[GenerateRequest]) -> None:
+        """Count it against the caller's share. Raises RateLimited."""
+        try:
+            caller.admit(sum(len(each.prompt_ids) for each in requests), time.monotonic())
+        except RateLimited:
+            self._service.count(REJECTIONS, "rate_limited")
+            raise
 
     def _prepare_chat(self, body: JsonObject, statuses: Mapping[str, ModelStatus]) -> Prepared:
         request = read_chat(body)

@@ -18,8 +18,8 @@ from disagg.router.fields import JsonObject, read_object
 from disagg.router.http_errors import JSON, http_error
 from disagg.router.models import ServedModels
 from disagg.router.tokens import detokenize, tokenize
+from disagg.telemetry.exposition import CONTENT_TYPE
 
-_METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _NOT_READY_RETRY_S: Final = 2.0
 
 
@@ -77,7 +77,7 @@ class Information:
         return Response(to_json(body), 503, {"Retry-After": response.headers["Retry-After"]}, media_type=JSON)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._service.metrics_text(), headers={"Content-Type": _METRICS_TYPE})
+        return Response(self._service.metrics_text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def cluster(self, request: Request) -> Response:
         return Response(self._service.cluster_json(), media_type=JSON)

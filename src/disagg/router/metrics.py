@@ -1,50 +1,73 @@
-"""Prometheus exposition of the router's own metrics and of what its workers report. Names come from the one table."""
+"""What a scrape of the router shows: its own metrics and what its workers report. Names come from the one table."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from itertools import accumulate
-from typing import Protocol
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
+from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from disagg.dispatch.dispatcher import Dispatcher
-from disagg.dispatch.worker_record import WorkerRecord
 from disagg.policy.routing import Path
+from disagg.protocol.state_metrics import ShownWorker, labels_of, worker_families
 from disagg.telemetry import metrics as table
-
-
-class Collector(Protocol):
-    """What prometheus_client asks of a collector."""
-
-    def collect(self) -> Iterator[Metric]: ...
+from disagg.telemetry.exposition import Family, Sample, exposition, histogram_samples, labels_text
+from disagg.telemetry.metrics import Metric, MetricKind
 
 
 class RouterMetrics:
     """Histograms are filled by the streams; all else is read from the dispatcher when somebody scrapes."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_DispatcherCollector(dispatcher))
-        self._ttft, self._itl = _Times(table.TTFT_SECONDS), _Times(table.ITL_SECONDS)
-        for times in (self._ttft, self._itl):
-            self._registry.register(times)
+        self._dispatcher = dispatcher
+        self._times = {
+            metric.name: _Times(metric) for metric in table.ROUTER_METRICS if metric.kind is MetricKind.HISTOGRAM
+        }
 
-    def observe_first_token(self, path: Path, seconds: float) -> None:
-        self._ttft.observe(path, seconds)
-
-    def observe_gap(self, path: Path, seconds: float) -> None:
-        self._itl.observe(path, seconds)
+    def observe(self, metric: Metric, path: Path, seconds: float) -> None:
+        """One value of a histogram."""
+        self._times[metric.name].observe(path, seconds)
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
+        return exposition(chain(self._own(), self._of_workers()))
+
+    def _own(self) -> Iterator[Family]:
+        totals: dict[str, dict[str, float]] = {}
+        for name, label, total in self._dispatcher.counters.items():
+            totals.setdefault(name, {})[label] = total
+        gauges = self._gauges()
+        for metric in table.ROUTER_METRICS:
+            if metric.kind is MetricKind.COUNTER:
+                yield metric, _counter_samples(metric, totals.get(metric.name, {}))
+            elif metric.kind is MetricKind.HISTOGRAM:
+                yield metric, self._times[metric.name].samples()
+            else:
+                yield metric, gauges[metric.name]
+
+    def _gauges(self) -> dict[str, list[Sample]]:
+        ready = table.MODEL_READY
+        return {
+            table.REQUESTS_OPEN.name: [Sample("", self._dispatcher.num_open)],
+            table.CHOICES_WAITING.name: [
+                Sample("", sum(each.num_unplaced for each in self._dispatcher.open_requests()))
+            ],
+            ready.name: [
+                Sample(labels_text((ready.label, each.model)), each.is_ready) for each in self._dispatcher.models()
+            ],
+        }
+
+    def _of_workers(self) -> Iterator[Family]:
+        """Those that are registered now: the series of one that has gone are gone with it."""
+        records = self._dispatcher.registry.records()
+        labels = [labels_of(record.card) for record in records]
+        yield table.WORKER_UP, [Sample(each, 1) for each in labels]
+        drains = zip(labels, records, strict=True)
+        yield table.WORKER_DRAINING, [Sample(each, record.is_draining) for each, record in drains]
+        shown = [ShownWorker(each, record.state) for each, record in zip(labels, records, strict=True)]
+        yield from worker_families(shown, {record.card.worker_id for record in records})
 
 
 class _Times:
     """A histogram by path. Of one thread, and without locks: it is told of every token."""
 
-    def __init__(self, metric: table.Metric) -> None:
+    def __init__(self, metric: Metric) -> None:
         self._metric = metric
         self._bounds = list(metric.buckets)
         self._counts: dict[Path, list[int]] = {}  # by path: one for each bucket, and one for what is above all
@@ -58,65 +81,19 @@ class _Times:
         counts[bisect_left(self._bounds, seconds)] += 1
         self._sums[path] += seconds
 
-    def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(self._metric.name, self._metric.help, labels=_labels(self._metric))
-        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        for path, counts in self._counts.items():
-            family.add_metric([path.value], list(zip(bounds, accumulate(counts), strict=True)), self._sums[path])
-        yield family
+    def samples(self) -> list[Sample]:
+        return [
+            sample
+            for path, counts in self._counts.items()
+            for sample in histogram_samples(
+                labels_text((self._metric.label, path.value)), self._bounds, counts, self._sums[path]
+            )
+        ]
 
 
-class _DispatcherCollector:
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
-
-    def collect(self) -> Iterator[Metric]:
-        totals: dict[str, dict[str, float]] = {}
-        for name, label, total in self._dispatcher.counters.items():
-            totals.setdefault(name, {})[label] = total
-        for metric in table.ROUTER_METRICS:
-            if metric.kind is table.MetricKind.COUNTER:
-                family = CounterMetricFamily(metric.name, metric.help, labels=_labels(metric))
-                for label, total in totals.get(metric.name, {}).items():
-                    family.add_metric([label] if metric.label else [], total)
-                yield family
-        yield GaugeMetricFamily(table.REQUESTS_OPEN.name, table.REQUESTS_OPEN.help, value=self._dispatcher.num_open)
-        yield from self._of_workers()
-
-    def _of_workers(self) -> Iterator[Metric]:
-        records = self._dispatcher.registry.records()
-        for metric in table.WORKER_METRICS:
-            labels = ["worker", "role", "model", *_labels(metric)]
-            kind = CounterMetricFamily if metric.kind is table.MetricKind.COUNTER else GaugeMetricFamily
-            family = kind(metric.name, metric.help, labels=labels)
-            for record in records:
-                card = record.card
-                for label, value in _values(metric, record):
-                    names = [card.worker_id, card.role.value, card.pool.model]
-                    family.add_metric([*names, label] if metric.label else names, value)
-            yield family
-
-
-def _values(metric: table.Metric, record: WorkerRecord) -> list[tuple[str, float]]:
-    """(label value, value) pairs of one worker."""
-    state = record.state
-    gauges = {
-        table.BLOCKS.name: [
-            ("free", state.num_free_blocks),
-            ("cached", state.num_cached_blocks),
-            ("reserved", state.num_reserved_blocks),
-            ("held", state.num_held_blocks),
-            ("quarantined", state.num_quarantined_blocks),
-        ],
-        table.SEQUENCES_WAITING.name: [("", state.num_waiting)],
-        table.SEQUENCES_RUNNING.name: [("", state.num_running)],
-        table.HANDOFFS_OPEN.name: [("", state.num_handoffs)],
-        table.WORKER_UP.name: [("", 1)],
-    }
-    if metric.name in gauges:
-        return [(label, float(value)) for label, value in gauges[metric.name]]
-    return [(counter.label, counter.total) for counter in state.counters if counter.name == metric.name]
-
-
-def _labels(metric: table.Metric) -> list[str]:
-    return [metric.label] if metric.label else []
+def _counter_samples(metric: Metric, totals: Mapping[str, float]) -> list[Sample]:
+    """Those that may be counted are there from the start, at 0: a first one is a rise then."""
+    if not metric.label:
+        return [Sample("", totals.get("", 0.0))]
+    found = dict.fromkeys(metric.values, 0.0) | dict(totals)
+    return [Sample(labels_text((metric.label, value)), total) for value, total in found.items()]

@@ -53,8 +53,9 @@ from disagg.protocol.messages import (
     WorkerToRouter,
 )
 from disagg.router.metrics import RouterMetrics
+from disagg.router.stream_times import StreamTimes
 from disagg.telemetry.decision_log import DecisionLog
-from disagg.telemetry.metrics import CONTROL_REFUSED
+from disagg.telemetry.metrics import CONTROL_REFUSED, Metric
 
 _log = logging.getLogger(__name__)
 
@@ -68,17 +69,20 @@ class LiveStream:
     """One open request. Events are put in by the service, read by one reader."""
 
     def __init__(
-        self, service: "LiveService", request_id: RequestId, opened: OpenRequest | None, num_choices: int
+        self,
+        service: "LiveService",
+        request_id: RequestId,
+        opened: OpenRequest | None,
+        num_choices: int,
+        times: StreamTimes,
     ) -> None:
         self._service = service
         self._request_id = request_id
         self._opened = opened
-        self._path = opened.path if opened is not None else Path.MIXED
         self._events: deque[StreamEvent] = deque()  # bounded by max_tokens of each choice
         self._reader: asyncio.Future[None] | None = None  # waits for an event
         self._open_choices = set(range(num_choices))
-        self._last_token_s = [time.monotonic()] * num_choices
-        self._has_token = [False] * num_choices
+        self._times = times
         self._is_over = False
 
     @property
@@ -124,6 +128,7 @@ class LiveStream:
 
     def finish_choice(self, choice: int) -> None:
         self._open_choices.discard(choice)
+        self._times.note_end(choice)
         self._service.stop_choice(self._request_id, choice)
 
     def abort(self) -> None:
@@ -132,14 +137,11 @@ class LiveStream:
             self._open_choices.clear()
             self._service.abort(self._request_id)
 
-    def put(self, event: StreamEvent, metrics: RouterMetrics) -> None:
+    def put(self, event: StreamEvent) -> None:
         if isinstance(event, TokensDelivered):
-            now_s = time.monotonic()
-            seconds = now_s - self._last_token_s[event.choice]
-            observe = metrics.observe_gap if self._has_token[event.choice] else metrics.observe_first_token
-            observe(self._path, seconds)
-            self._last_token_s[event.choice] = now_s
-            self._has_token[event.choice] = True
+            self._times.note_tokens(event.choice, len(event.tokens), time.monotonic())
+            if event.finish_reason is not None:
+                self._times.note_end(event.choice)
         self._events.append(event)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -194,7 +196,7 @@ class LiveService:
     async def close(self) -> None:
         """Fail every open request, then let the workers go."""
         for stream in list(self._streams.values()):
-            stream.put(RequestFailed(Unavailable("the router is stopping", retry_after_s=1.0)), self._metrics)
+            stream.put(RequestFailed(Unavailable("the router is stopping", retry_after_s=1.0)))
         self._streams.clear()
         if self._ticking is not None:
             self._ticking.cancel()
@@ -212,13 +214,19 @@ class LiveService:
         if self._log is not None:
             self._log.happened(RequestSubmitted(request), now_s)
         request_id, actions = self._dispatcher.submit(request, now_s)
-        stream = LiveStream(self, request_id, self._dispatcher.open_request(request_id), request.num_choices)
+        opened = self._dispatcher.open_request(request_id)
+        path = opened.path if opened is not None else Path.MIXED
+        times = StreamTimes(self._metrics, path, request.num_choices, now_s)
+        stream = LiveStream(self, request_id, opened, request.num_choices, times)
         self._streams[request_id] = stream
         self._act(actions)
         return stream
 
     def models(self) -> tuple[ModelStatus, ...]:
         return self._dispatcher.models()
+
+    def count(self, metric: Metric, label: str) -> None:
+        self._dispatcher.counters.add(metric, label=label)
 
     def metrics_text(self) -> bytes:
         return self._metrics.text()
@@ -352,7 +360,7 @@ class LiveService:
     def _deliver(self, action: Deliver) -> None:
         stream = self._streams.get(action.request_id)
         if stream is not None:
-            stream.put(action.event, self._metrics)
+            stream.put(action.event)
 
     def _forget_ended(self, request_id: RequestId) -> None:
         if self._dispatcher.open_request(request_id) is None:

@@ -141,6 +141,7 @@ class Scheduler:
             counters=tuple(CounterValue(*item) for item in self._state.counters.items()),
             step_costs=msgspec.structs.astuple(self._state.step_times.costs),
             links=tuple(LinkState(peer, link.bytes_per_s) for peer, link in self._state.links.items()),
+            num_decoding=self._state.num_in_state(SequenceState.DECODING),
         )
 
     def check_invariants(self) -> None:

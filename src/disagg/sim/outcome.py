@@ -13,6 +13,14 @@ from disagg.sim.cluster import SimCluster
 from disagg.sim.records import FAILED, FINISHED, PATHS, TURNED_AWAY, RecordTable
 from disagg.sim.scenario import Slo
 from disagg.sim.worker import SimWorker
+from disagg.telemetry.metrics import (
+    MOVES,
+    PLACEMENTS,
+    PREEMPTIONS,
+    PUSH_RETRIES,
+    REJECTIONS,
+    RESERVATIONS_REFUSED,
+)
 
 
 class Stage(enum.StrEnum):
@@ -93,13 +101,8 @@ class Outcome:
         return msgspec.json.encode(self.report) + hashlib.blake2b(self.records.fingerprint()).digest()
 
 
-_REASONS = (
-    "disagg_placements_total",
-    "disagg_moves_total",
-    "disagg_rejections_total",
-    "disagg_reservations_refused_total",
-    "disagg_preemptions_total",
-    "disagg_push_retries_total",
+_REASONS = tuple(
+    metric.name for metric in (PLACEMENTS, MOVES, REJECTIONS, RESERVATIONS_REFUSED, PREEMPTIONS, PUSH_RETRIES)
 )
 
 

@@ -3,16 +3,15 @@
 from collections.abc import Iterator
 
 from disagg.core.errors import InternalFault
-from disagg.telemetry.metrics import Metric
-
-MAX_LABEL_VALUES = 64  # per metric: a label value never comes from a client
+from disagg.telemetry.metrics import MAX_LABEL_VALUES, OTHER, Metric
 
 
 class Counters:
-    """Bounded: a metric takes at most MAX_LABEL_VALUES label values, further ones count as "other"."""
+    """Bounded: label values that the table does not list, or one too many of a label without a list, are "other"."""
 
     def __init__(self) -> None:
         self._totals: dict[str, dict[str, float]] = {}
+        self._metrics: dict[str, Metric] = {}
 
     def add(self, metric: Metric, amount: float = 1.0, label: str = "") -> None:
         if amount < 0:
@@ -20,8 +19,9 @@ class Counters:
         totals = self._totals.get(metric.name)
         if totals is None:
             totals = self._totals[metric.name] = {}
-        if label not in totals and len(totals) >= MAX_LABEL_VALUES:
-            label = "other"
+            self._metrics[metric.name] = metric
+        if label not in totals:
+            label = metric.label_value(label, totals)
         totals[label] = totals.get(label, 0.0) + amount
 
     def get(self, metric: Metric, label: str = "") -> float:
@@ -37,3 +37,5 @@ class Counters:
         for name, totals in self._totals.items():
             if len(totals) > MAX_LABEL_VALUES + 1:
                 raise InternalFault(f"{name} has {len(totals)} label values, the limit is {MAX_LABEL_VALUES}")
+            if OTHER in totals and self._metrics[name].values:
+                raise InternalFault(f"{name} was counted under a label value that the table does not list")

@@ -1,8 +1,20 @@
-"""Every metric's name, kind, label and help. Names are written nowhere else."""
+"""Every metric's name, kind, unit, labels and help. Names are written nowhere else; docs/metrics.md is made from this.
+
+Names follow what servers of language models have in common, with our prefix: the unit is in the name, counters end in
+_total. A label's values are listed here and bounded: nothing that a client or a peer says becomes a label value.
+"""
 
 import enum
+from collections.abc import Collection
 
 import msgspec
+
+from disagg.core.endpoints import TransportKind
+from disagg.core.errors import FailureKind
+from disagg.core.roles import Task
+
+MAX_LABEL_VALUES = 64  # of a label whose values are not listed
+OTHER = "other"  # what further ones count as
 
 
 class MetricKind(enum.StrEnum):
@@ -12,60 +24,199 @@ class MetricKind(enum.StrEnum):
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """One family. At most one label of its own, beside the worker's labels that the router adds."""
+    """One family. At most one label of its own, beside those that say which worker it is about."""
 
     name: str
     kind: MetricKind
+    unit: str
     help: str
     label: str = ""
-    buckets: tuple[float, ...] = ()
+    values: tuple[str, ...] = ()  # that the label may take; () where they are names: of messages, models, workers
+    buckets: tuple[float, ...] = ()  # upper bounds, without the infinite one
+
+    def label_value(self, value: str, known: Collection[str]) -> str:
+        """What to count under: the value itself, or OTHER when it is not listed, or one too many beside `known`."""
+        if not self.label:
+            return ""
+        if self.values:
+            return value if value in self.values else OTHER
+        return value if value in known or len(known) < MAX_LABEL_VALUES else OTHER
 
 
 _C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+# What labels may say. Those of rooms above this one are spelled out; a test compares each with its enum.
+_TASKS = tuple(task.value for task in Task)
+_FAILURES = tuple(kind.value for kind in FailureKind)
+_TRANSPORTS = tuple(kind.value for kind in TransportKind)
+_PATHS = ("mixed", "local", "remote")
+_PLACEMENTS = (
+    "mixed_worker",
+    "short_prompt",
+    "long_prompt",
+    "no_prefill_worker",
+    "shared_prompt",
+    "prefill_pool_too_small",
+)
+_REFUSALS = ("full", "late", "garbage", "not_paired", "no_tls", "no_grant", "false_proof")
+_BLOCK_STATES = ("free", "reserved", "held", "cached", "quarantined")
+_REJECTIONS = (
+    "model_not_found",
+    "too_many_requests",
+    "unavailable",
+    "impossible",
+    "overloaded",
+    "queued_too_long",
+    "rate_limited",
+)
+_STATUSES = ("400", "401", "403", "404", "405", "408", "413", "429", "499", "500", "502", "503")
+_STEP_KINDS = ("prefill", "decode", "both")
+_HANDOFF_ENDS = ("sent", "received", "send_cancelled", "receive_cancelled")
+
+# Seconds. A first token takes milliseconds to minutes, a gap a tenth of that, a whole answer minutes.
+_FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+_GAP = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_ANSWER = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
 # --- counted by workers ------------------------------------------------------------------------------------------
-PROMPT_TOKENS_COMPUTED = Metric("disagg_prompt_tokens_computed_total", _C, "Prompt tokens computed here.", "task")
-PROMPT_TOKENS_CACHED = Metric("disagg_prompt_tokens_cached_total", _C, "Prompt tokens found in the index.", "task")
-PREFIX_TOKENS_LOOKED_UP = Metric("disagg_prefix_tokens_looked_up_total", _C, "Tokens asked of the index.", "task")
-PREFIX_TOKENS_HIT = Metric("disagg_prefix_tokens_hit_total", _C, "Of those, tokens that were in the index.", "task")
-PROMPT_TOKENS_RECEIVED = Metric("disagg_prompt_tokens_received_total", _C, "Prompt tokens whose KV came from a peer.")
-OUTPUT_TOKENS = Metric("disagg_output_tokens_total", _C, "Tokens sampled here.", "task")
-STEPS = Metric("disagg_steps_total", _C, "Forward passes.", "kind")
-STEP_SECONDS = Metric("disagg_step_seconds_total", _C, "Time in forward passes.", "kind")
-HANDOFFS = Metric("disagg_handoffs_total", _C, "Hand-offs that ended, by end and outcome.", "outcome")
-HANDOFF_BYTES = Metric("disagg_handoff_bytes_total", _C, "KV bytes acknowledged by the destination.", "visibility")
-PUSHES = Metric("disagg_pushes_total", _C, "Writes of KV into a peer's arena.")
-PUSH_RETRIES = Metric("disagg_push_retries_total", _C, "Pushes sent again after a failure.")
-LANDINGS_REJECTED = Metric("disagg_landings_rejected_total", _C, "Pushes that arrived with a wrong checksum.")
-RESERVATIONS_REFUSED = Metric("disagg_reservations_refused_total", _C, "Reservations refused here.", "reason")
-SEQUENCES = Metric("disagg_sequences_total", _C, "Sequences that ended here.", "outcome")
-MESSAGES_IGNORED = Metric("disagg_messages_ignored_total", _C, "Late, repeated or unknown messages.", "message")
-PREEMPTIONS = Metric("disagg_preemptions_total", _C, "Streams that gave up their blocks to older ones.")
-BLOCKS_EVICTED = Metric("disagg_blocks_evicted_total", _C, "Cached blocks given up for new ones.")
-PAIRINGS_REFUSED = Metric("disagg_pairings_refused_total", _C, "Peers that cannot exchange KV with this worker.")
-DATA_REFUSED = Metric("disagg_data_refused_total", _C, "Data connections and frames turned away.", "reason")
-PEERS_REFUSED = Metric("disagg_peers_refused_total", _C, "Control connections of peers turned away.", "reason")
+PROMPT_TOKENS_COMPUTED = Metric(
+    "disagg_prompt_tokens_computed_total", _C, "tokens", "Prompt tokens computed here.", "task", _TASKS
+)
+PROMPT_TOKENS_CACHED = Metric(
+    "disagg_prompt_tokens_cached_total", _C, "tokens", "Prompt tokens read from the prefix index.", "task", _TASKS
+)
+PREFIX_TOKENS_LOOKED_UP = Metric(
+    "disagg_prefix_cache_queries_total", _C, "tokens", "Tokens asked of the prefix index.", "task", _TASKS
+)
+PREFIX_TOKENS_HIT = Metric(
+    "disagg_prefix_cache_hits_total", _C, "tokens", "Of those, tokens that were in the index.", "task", _TASKS
+)
+PROMPT_TOKENS_RECEIVED = Metric(
+    "disagg_prompt_tokens_received_total", _C, "tokens", "Prompt tokens whose KV came from a peer."
+)
+OUTPUT_TOKENS = Metric("disagg_output_tokens_total", _C, "tokens", "Tokens sampled here.", "task", _TASKS)
+STEPS = Metric("disagg_steps_total", _C, "steps", "Forward passes, by what they computed.", "kind", _STEP_KINDS)
+STEP_SECONDS = Metric("disagg_step_seconds_total", _C, "seconds", "Time in forward passes.", "kind", _STEP_KINDS)
+HANDOFFS = Metric(
+    "disagg_handoffs_total", _C, "hand-offs", "Hand-offs that ended, by end and outcome.", "outcome", _HANDOFF_ENDS
+)
+HANDOFF_BYTES = Metric(
+    "disagg_handoff_bytes_total",
+    _C,
+    "bytes",
+    "KV acknowledged by the destination: hidden before the prompt was computed, visible after.",
+    "visibility",
+    ("hidden", "visible"),
+)
+PUSHES = Metric("disagg_pushes_total", _C, "pushes", "Writes of KV into a peer's arena.")
+PUSH_RETRIES = Metric("disagg_push_retries_total", _C, "pushes", "Pushes sent again after a failure.")
+LANDINGS_REJECTED = Metric("disagg_landings_rejected_total", _C, "pushes", "Pushes that arrived with a wrong checksum.")
+RESERVATIONS_REFUSED = Metric(
+    "disagg_reservations_refused_total", _C, "reservations", "Reservations refused here.", "reason", _FAILURES
+)
+SEQUENCES = Metric(
+    "disagg_sequences_total", _C, "sequences", "Sequences that ended here.", "outcome", ("finished", *_FAILURES)
+)
+MESSAGES_IGNORED = Metric(
+    "disagg_messages_ignored_total", _C, "messages", "Late, repeated or unknown messages, by class.", "message"
+)
+PREEMPTIONS = Metric(
+    "disagg_num_preemptions_total", _C, "sequences", "Streams that gave up their blocks to older ones."
+)
+BLOCKS_EVICTED = Metric("disagg_blocks_evicted_total", _C, "blocks", "Cached blocks given up for new ones.")
+PAIRINGS = Metric(
+    "disagg_pairings_total", _C, "pairings", "Peers met, by the transport that KV takes.", "transport", _TRANSPORTS
+)
+PAIRINGS_REFUSED = Metric(
+    "disagg_pairings_refused_total", _C, "pairings", "Peers that cannot exchange KV with this worker."
+)
+DATA_REFUSED = Metric(
+    "disagg_data_refused_total", _C, "refusals", "Data connections and frames turned away.", "reason", _REFUSALS
+)
+PEERS_REFUSED = Metric(
+    "disagg_peers_refused_total", _C, "refusals", "Control connections of peers turned away.", "reason", _REFUSALS
+)
 
 # --- gauges of workers -------------------------------------------------------------------------------------------
-BLOCKS = Metric("disagg_blocks", _G, "KV blocks by state.", "state")
-SEQUENCES_WAITING = Metric("disagg_sequences_waiting", _G, "Sequences without blocks.")
-SEQUENCES_RUNNING = Metric("disagg_sequences_running", _G, "Sequences with blocks.")
-HANDOFFS_OPEN = Metric("disagg_handoffs_open", _G, "Hand-offs under way, both ends.")
-WORKER_UP = Metric("disagg_worker_up", _G, "1 while the worker is connected.")
+BLOCKS = Metric("disagg_blocks", _G, "blocks", "KV blocks by state.", "state", _BLOCK_STATES)
+SEQUENCES_WAITING = Metric("disagg_sequences_waiting", _G, "sequences", "Sequences without blocks.")
+SEQUENCES_RUNNING = Metric("disagg_sequences_running", _G, "sequences", "Sequences with blocks.")
+SEQUENCES_DECODING = Metric("disagg_sequences_decoding", _G, "sequences", "Of those, streams that write an answer.")
+PROMPT_TOKENS_WAITING = Metric("disagg_prompt_tokens_waiting", _G, "tokens", "Prompt tokens not computed yet.")
+HANDOFFS_OPEN = Metric("disagg_handoffs_open", _G, "hand-offs", "Hand-offs under way, both ends.")
+LINK_BANDWIDTH = Metric(
+    "disagg_link_bytes_per_second", _G, "bytes/s", "Learned from pushes to a peer; none before the first.", "peer"
+)
+
+# --- what a router says of each worker ---------------------------------------------------------------------------
+WORKER_UP = Metric("disagg_worker_up", _G, "workers", "1 while the worker is connected; no series afterwards.")
+WORKER_DRAINING = Metric("disagg_worker_draining", _G, "workers", "1 while it takes no new work and ends.")
 
 # --- counted by the router ---------------------------------------------------------------------------------------
-REQUESTS = Metric("disagg_requests_total", _C, "Requests that ended.", "outcome")
-REQUESTS_OPEN = Metric("disagg_requests_open", _G, "Requests under way.")
-MOVES = Metric("disagg_moves_total", _C, "Sequences taken from a worker and placed again, by cause.", "cause")
-MOVED_TOKENS = Metric("disagg_moved_tokens_total", _C, "Tokens of moved sequences read again: cached, computed.", "how")
-PLACEMENTS = Metric("disagg_placements_total", _C, "Sequences placed, by path and reason.", "reason")
-REJECTIONS = Metric("disagg_rejections_total", _C, "Requests turned away.", "reason")
-TTFT_SECONDS = Metric("disagg_ttft_seconds", _H, "Request received to first token sent.", "path", _SECONDS)
-ITL_SECONDS = Metric("disagg_itl_seconds", _H, "Gap between two tokens of a stream.", "path", _SECONDS)
-CONTROL_REFUSED = Metric("disagg_control_refused_total", _C, "Connections to the control port turned away.", "reason")
-PROMPT_TOKENS = Metric("disagg_prompt_tokens_total", _C, "Prompt tokens of accepted requests.")
-GENERATED_TOKENS = Metric("disagg_generated_tokens_total", _C, "Tokens delivered to clients.")
+REQUESTS = Metric(
+    "disagg_requests_total", _C, "requests", "Requests that ended.", "outcome", ("finished", "failed", "aborted")
+)
+REQUESTS_OPEN = Metric("disagg_requests_open", _G, "requests", "Requests under way.")
+CHOICES_WAITING = Metric("disagg_choices_waiting", _G, "choices", "Answers to open requests that no worker has.")
+MODEL_READY = Metric("disagg_model_ready", _G, "models", "1 while the model can be served.", "model")
+MOVES = Metric(
+    "disagg_moves_total",
+    _C,
+    "sequences",
+    "Sequences taken from a worker and placed again, by cause.",
+    "cause",
+    ("drain", *_FAILURES),
+)
+MOVED_TOKENS = Metric(
+    "disagg_moved_tokens_total", _C, "tokens", "Tokens of moved sequences read again.", "how", ("cached", "computed")
+)
+PLACEMENTS = Metric(
+    "disagg_placements_total", _C, "sequences", "Sequences placed, by path and reason.", "reason", _PLACEMENTS
+)
+REJECTIONS = Metric("disagg_rejections_total", _C, "requests", "Requests turned away.", "reason", _REJECTIONS)
+HTTP_ERRORS = Metric(
+    "disagg_http_errors_total", _C, "answers", "HTTP requests answered with an error.", "status", _STATUSES
+)
+TTFT_SECONDS = Metric(
+    "disagg_time_to_first_token_seconds",
+    _H,
+    "seconds",
+    "Request accepted, its prompt in tokens, to first token sent.",
+    "path",
+    _PATHS,
+    _FIRST_TOKEN,
+)
+ITL_SECONDS = Metric(
+    "disagg_inter_token_latency_seconds", _H, "seconds", "Gap between two tokens of a stream.", "path", _PATHS, _GAP
+)
+TPOT_SECONDS = Metric(
+    "disagg_request_time_per_output_token_seconds",
+    _H,
+    "seconds",
+    "First to last token of an answer over the tokens after the first.",
+    "path",
+    _PATHS,
+    _GAP,
+)
+E2E_SECONDS = Metric(
+    "disagg_e2e_request_latency_seconds",
+    _H,
+    "seconds",
+    "Request accepted, its prompt in tokens, to the last token of all its answers.",
+    "path",
+    _PATHS,
+    _ANSWER,
+)
+CONTROL_REFUSED = Metric(
+    "disagg_control_refused_total",
+    _C,
+    "refusals",
+    "Connections to the control port turned away.",
+    "reason",
+    _REFUSALS,
+)
+PROMPT_TOKENS = Metric("disagg_prompt_tokens_total", _C, "tokens", "Prompt tokens of accepted requests.")
+GENERATED_TOKENS = Metric("disagg_generation_tokens_total", _C, "tokens", "Tokens delivered to clients.")
 
 WORKER_METRICS: tuple[Metric, ...] = (
     PROMPT_TOKENS_COMPUTED,
@@ -86,25 +237,36 @@ WORKER_METRICS: tuple[Metric, ...] = (
     MESSAGES_IGNORED,
     PREEMPTIONS,
     BLOCKS_EVICTED,
+    PAIRINGS,
     PAIRINGS_REFUSED,
     DATA_REFUSED,
     PEERS_REFUSED,
     BLOCKS,
     SEQUENCES_WAITING,
     SEQUENCES_RUNNING,
+    SEQUENCES_DECODING,
+    PROMPT_TOKENS_WAITING,
     HANDOFFS_OPEN,
-    WORKER_UP,
+    LINK_BANDWIDTH,
 )
+FLEET_METRICS: tuple[Metric, ...] = (WORKER_UP, WORKER_DRAINING)
 ROUTER_METRICS: tuple[Metric, ...] = (
     REQUESTS,
     REQUESTS_OPEN,
+    CHOICES_WAITING,
+    MODEL_READY,
     MOVES,
     MOVED_TOKENS,
     PLACEMENTS,
     REJECTIONS,
+    HTTP_ERRORS,
     TTFT_SECONDS,
     ITL_SECONDS,
+    TPOT_SECONDS,
+    E2E_SECONDS,
     CONTROL_REFUSED,
     PROMPT_TOKENS,
     GENERATED_TOKENS,
 )
+ALL_METRICS = (*ROUTER_METRICS, *FLEET_METRICS, *WORKER_METRICS)
+WORKER_LABELS = ("worker", "role", "model")  # of every series that is about a worker

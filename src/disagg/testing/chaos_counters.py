@@ -47,12 +47,12 @@ class CounterWatch:
         return sum(self.by_label(metric).values())
 
     def by_label(self, metric: Metric) -> dict[str, int]:
-        """Sums by the metric's own label; "" for one without."""
+        """Sums above 0 by the metric's own label; "" for one without."""
         found: Counter[str] = Counter()
         for (name, labels), value in self._sums.items():
             if name == metric.name:
                 found[dict(labels).get(metric.label, "")] += round(value)
-        return dict(sorted(found.items()))
+        return {label: count for label, count in sorted(found.items()) if count}
 
     def check_invariants(self) -> None:
         if self._sums and min(self._sums.values()) < 0:

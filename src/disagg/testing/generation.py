@@ -12,6 +12,8 @@ from disagg.core.errors import DisaggError, ModelNotFound
 from disagg.core.ids import Incarnation, RequestId, SequenceId
 from disagg.core.request import EmittedToken, FinishReason, TokenLogprobs, finish_reason
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, StreamEvent, TokensDelivered
+from disagg.telemetry.counters import Counters
+from disagg.telemetry.metrics import Metric
 
 
 class Script(msgspec.Struct, frozen=True):
@@ -153,6 +155,7 @@ class FakeGenerationService:
         self.script_for = script_for
         self.streams: list[FakeTokenStream] = []
         self.submitted = asyncio.Event()
+        self.counters = Counters()
 
     def submit(self, request: GenerateRequest) -> FakeTokenStream:
         if all(status.model != request.model for status in self.statuses):
@@ -167,6 +170,9 @@ class FakeGenerationService:
 
     def models(self) -> tuple[ModelStatus, ...]:
         return self.statuses
+
+    def count(self, metric: Metric, label: str) -> None:
+        self.counters.add(metric, label=label)
 
     def metrics_text(self) -> bytes:
         return b"# HELP fake_submitted Requests that were submitted.\nfake_submitted %d\n" % len(self.streams)

@@ -48,6 +48,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     weights: Weights = Weights.FP32
     kv_dtype: KvDtype = KvDtype.FLOAT32
     kernels: Kernels = Kernels.AUTO
+    metrics_host: str = "127.0.0.1"  # where this worker's own /metrics is, if anywhere
+    metrics_port: int | None = None  # 0: any free one; None: nowhere, the router shows them
 
     def __post_init__(self) -> None:
         limits = (
@@ -75,6 +77,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, number in (("probe_s", self.probe_s), ("link_gbits", self.link_gbits)):
             if not number >= 0:
                 raise ConfigurationError(f"{name} is {number:g}: it must be at least 0")
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= 65535:
+            raise ConfigurationError(f"metrics_port is {self.metrics_port}: it must be 0 (any free one) to 65535")
         if is_wildcard(self.host):
             text = f"host {self.host} is no address that peers could dial: name the one where they reach this machine"
             raise ConfigurationError(text)

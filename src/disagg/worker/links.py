@@ -45,7 +45,7 @@ from disagg.protocol.messages import (
 from disagg.protocol.pairing import pairing_failure
 from disagg.scheduler.events import PeerLost as PeerWasLost
 from disagg.scheduler.events import PeerMessageReceived, PeerPaired, RouterLost, RouterMessageReceived
-from disagg.telemetry.metrics import DATA_REFUSED, PAIRINGS_REFUSED, PEERS_REFUSED
+from disagg.telemetry.metrics import DATA_REFUSED, PAIRINGS, PAIRINGS_REFUSED, PEERS_REFUSED
 from disagg.worker.examination import BYTES_PER_GBIT, expected_bytes_per_s, host_limits, slowness
 from disagg.worker.worker import Worker
 
@@ -256,6 +256,9 @@ class PeerLinks:
             self._let_go(previous, "replaced by a newer connection")
         link = self._links[card.worker_id] = _Link(card, channel)
         self._worker.attach_peer(card, channel.send)
+        kind = self._worker.courier.transport_to(card.worker_id)
+        if kind is not None:
+            self._worker.scheduler.counters.add(PAIRINGS, label=kind.value)
         self._worker.handle(PeerPaired(card))
         channel.start(
             beat_interval_s=self._beat_interval_s,

@@ -17,6 +17,7 @@ from disagg.kvcache.memory import MappableMemory
 from disagg.modelfiles.fetch import resolve_model
 from disagg.policy.batching import StepBudget
 from disagg.protocol.messages import WorkerCard
+from disagg.protocol.state_metrics import worker_exposition
 from disagg.scheduler.config import SchedulerConfig
 from disagg.transport.api import Post
 from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
@@ -29,6 +30,7 @@ from disagg.worker.config import WorkerConfig
 from disagg.worker.courier import Courier, MakeMovers, Mover, rank_names
 from disagg.worker.engines import LoadedEngine, RankMemory, load_engine
 from disagg.worker.links import PeerLinks, RouterLink
+from disagg.worker.metrics_page import PATH, MetricsPage
 from disagg.worker.watchdog import Watchdog
 from disagg.worker.worker import Worker
 
@@ -56,15 +58,21 @@ def run_worker(config: WorkerConfig) -> int:
 async def _serve(config: WorkerConfig, loaded: LoadedEngine, domain: SharingDomain | None) -> None:
     worker, peers = await start_worker(config, loaded, Watchdog(config.progress_timeout_s), domain)
     router = RouterLink(worker, peers, config.router_address, config.beat_interval_s, load_keys(config.keys))
-    serving = [asyncio.create_task(router.run()), asyncio.create_task(router.report_states())]
+    page = MetricsPage(lambda: worker_exposition(peers.card, worker.scheduler.snapshot()))
+    tasks: list[asyncio.Task[None]] = []
     try:
-        ending = asyncio.create_task(_ending(worker, config.drain_timeout_s))
-        done, _ = await asyncio.wait({*serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if config.metrics_port is not None:
+            address = await page.listen(config.metrics_host, config.metrics_port)
+            _log.info("metrics at http://%s%s", address, PATH)
+        work = (router.run(), router.report_states(), _ending(worker, config.drain_timeout_s))
+        tasks += map(asyncio.create_task, work)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:  # a refusal by the router, or a fault of ours, ends the process with its reason
             task.result()
     finally:
-        for task in (*serving, ending):
+        for task in tasks:
             task.cancel()
+        await page.close()
         await router.close()
         await peers.close()
         await worker.close()

@@ -103,6 +103,8 @@ def test_every_worker_field_survives_the_command_line(launched: Launched, monkey
         weights=Weights.INT8,
         kv_dtype=KvDtype.FLOAT16,
         kernels=Kernels.TORCH,
+        metrics_host="10.0.0.2",
+        metrics_port=9100,
     )
     defaults = [f.name for f in msgspec.structs.fields(config) if getattr(config, f.name) == f.default]
     assert defaults == []

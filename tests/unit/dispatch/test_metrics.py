@@ -4,11 +4,22 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from tests.unit.dispatch.rigs import Desk, card
 
+from disagg.core.ids import WorkerId
 from disagg.core.roles import Role
 from disagg.policy.routing import Path
-from disagg.protocol.messages import CounterValue, ReportState, WorkerState
+from disagg.protocol.messages import CounterValue, LinkState, ReportState, WorkerState
 from disagg.router.metrics import RouterMetrics
-from disagg.telemetry.metrics import ROUTER_METRICS, STEPS, WORKER_METRICS, MetricKind
+from disagg.telemetry.metrics import (
+    ALL_METRICS,
+    BLOCKS,
+    ITL_SECONDS,
+    MAX_LABEL_VALUES,
+    MESSAGES_IGNORED,
+    PUSHES,
+    STEPS,
+    TTFT_SECONDS,
+    MetricKind,
+)
 
 
 def scrape(metrics: RouterMetrics) -> dict[str, Metric]:
@@ -29,7 +40,7 @@ def value(families: dict[str, Metric], sample: str, **labels: str) -> float:
 def test_every_metric_of_the_table_is_there_under_its_own_name() -> None:
     desk = Desk().with_pair()
     families = scrape(RouterMetrics(desk.dispatcher))
-    for metric in (*ROUTER_METRICS, *WORKER_METRICS):
+    for metric in ALL_METRICS:
         name = metric.name.removesuffix("_total") if metric.kind is MetricKind.COUNTER else metric.name
         assert families[name].type == metric.kind.value
         assert families[name].documentation == metric.help
@@ -46,7 +57,7 @@ def test_the_routers_counters_carry_their_labels() -> None:
     assert value(families, "disagg_placements_total", reason="long_prompt") == 2
     assert value(families, "disagg_requests_open") == 1
     assert value(families, "disagg_prompt_tokens_total") == 20
-    assert value(families, "disagg_generated_tokens_total") == 1
+    assert value(families, "disagg_generation_tokens_total") == 1
 
 
 def test_what_a_moved_sequence_reads_again_is_counted_by_where_its_kv_came_from() -> None:
@@ -55,7 +66,7 @@ def test_what_a_moved_sequence_reads_again_is_counted_by_where_its_kv_came_from(
     desk.pair("p0", "d1")
     request_id, _ = desk.submit()
     desk.read("p0", request_id, num_cached=4)
-    assert "disagg_moved_tokens_total{" not in RouterMetrics(desk.dispatcher).text().decode()
+    assert value(scrape(RouterMetrics(desk.dispatcher)), "disagg_moved_tokens_total", how="cached") == 0
     desk.lose("d0")
     desk.read("p0", request_id, num_cached=8, attempt=2)
     families = scrape(RouterMetrics(desk.dispatcher))
@@ -83,10 +94,58 @@ def test_a_workers_values_carry_its_name_role_and_model_until_it_is_gone() -> No
 
 def test_times_go_into_the_histogram_of_their_path() -> None:
     metrics = RouterMetrics(Desk().dispatcher)
-    metrics.observe_first_token(Path.REMOTE, 0.2)
-    metrics.observe_gap(Path.LOCAL, 0.03)
+    metrics.observe(TTFT_SECONDS, Path.REMOTE, 0.2)
+    metrics.observe(ITL_SECONDS, Path.LOCAL, 0.03)
     families = scrape(metrics)
-    assert value(families, "disagg_ttft_seconds_count", path="remote") == 1
-    assert value(families, "disagg_ttft_seconds_bucket", path="remote", le="0.1") == 0
-    assert value(families, "disagg_ttft_seconds_bucket", path="remote", le="0.25") == 1
-    assert value(families, "disagg_itl_seconds_sum", path="local") == 0.03
+    assert value(families, "disagg_time_to_first_token_seconds_count", path="remote") == 1
+    assert value(families, "disagg_time_to_first_token_seconds_bucket", path="remote", le="0.1") == 0
+    assert value(families, "disagg_time_to_first_token_seconds_bucket", path="remote", le="0.25") == 1
+    assert value(families, "disagg_inter_token_latency_seconds_sum", path="local") == 0.03
+
+
+def test_counters_of_the_router_are_there_before_the_first_count() -> None:
+    families = scrape(RouterMetrics(Desk().dispatcher))
+    assert value(families, "disagg_rejections_total", reason="overloaded") == 0
+    assert value(families, "disagg_placements_total", reason="no_prefill_worker") == 0
+    assert value(families, "disagg_prompt_tokens_total") == 0
+
+
+def test_a_model_is_ready_once_it_can_be_served_and_its_queue_is_seen() -> None:
+    desk = Desk()
+    metrics = RouterMetrics(desk.dispatcher)
+    assert value(scrape(metrics), "disagg_model_ready", model="model") == 0
+    desk.with_pair()
+    families = scrape(metrics)
+    assert value(families, "disagg_model_ready", model="model") == 1
+    assert value(families, "disagg_choices_waiting") == 0
+    desk.lose("d0")
+    desk.submit()
+    assert value(scrape(metrics), "disagg_choices_waiting") == 1
+
+
+def test_links_are_shown_to_workers_that_are_there() -> None:
+    desk = Desk().with_pair()
+    links = (LinkState(WorkerId("d0"), 5e6), LinkState(WorkerId("gone"), 7e6))
+    desk.hear("p0", ReportState(Role.PREFILL, WorkerState(links=links)))
+    text = RouterMetrics(desk.dispatcher).text().decode()
+    assert 'disagg_link_bytes_per_second{worker="p0",role="prefill",model="model",peer="d0"} 5000000' in text
+    assert "gone" not in text
+    desk.lose("d0")
+    assert 'peer="d0"' not in RouterMetrics(desk.dispatcher).text().decode()
+
+
+def test_nothing_that_a_worker_says_becomes_a_series_without_end() -> None:
+    desk = Desk().with_pair()
+    made_up = [CounterValue(STEPS.name, f"kind-{number}", 1.0) for number in range(1000)]
+    made_up += [CounterValue(MESSAGES_IGNORED.name, f"message-{number}", 1.0) for number in range(1000)]
+    made_up += [CounterValue(PUSHES.name, f"label-{number}", 1.0) for number in range(1000)]
+    made_up += [CounterValue("disagg_blocks", "stolen", 1.0), CounterValue("up", "", 1.0)]
+    desk.hear("d0", ReportState(Role.DECODE, WorkerState(counters=tuple(made_up))))
+    families = scrape(RouterMetrics(desk.dispatcher))
+    whose = {"worker": "d0", "role": "decode", "model": "model"}
+    assert value(families, STEPS.name, kind="other", **whose) == 1000
+    assert value(families, PUSHES.name, **whose) == 1000
+    ignored = families[MESSAGES_IGNORED.name.removesuffix("_total")].samples
+    assert len(ignored) == MAX_LABEL_VALUES + 1
+    assert sum(sample.value for sample in ignored) == 1000
+    assert {sample.labels["state"] for sample in families["disagg_blocks"].samples} == set(BLOCKS.values)

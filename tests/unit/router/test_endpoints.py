@@ -5,7 +5,9 @@ from tests.unit.router.site import MakeSite, Site
 
 from disagg import __version__
 from disagg.modelfiles.tokenizer import ModelTokenizer
+from disagg.router.access import Access, AccessKey
 from disagg.router.body import BodyLimits
+from disagg.telemetry.metrics import HTTP_ERRORS, REJECTIONS
 from disagg.testing.generation import not_ready, ready
 
 
@@ -144,3 +146,25 @@ async def test_json_that_is_too_deep(make_site: MakeSite) -> None:
         response = await site.complete(made_up=deep)
         assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
         assert "6 levels" in response.json()["error"]["message"]
+
+
+async def test_errors_are_counted_by_status_and_what_ready_says_is_none(make_site: MakeSite) -> None:
+    site = make_site(statuses=[not_ready("tiny")], access=Access([AccessKey(key="sk-0123456789", name="a")]))
+    assert (await site.chat()).status_code == 401
+    assert (await site.chat()).status_code == 401
+    assert (await site.client.get("/nothing")).status_code == 404
+    assert (await site.client.get("/v1/chat/completions")).status_code == 405
+    assert (await site.client.get("/ready")).status_code == 503
+    assert (await site.client.get("/version")).status_code == 200
+    counted = {label: total for name, label, total in site.service.counters.items() if name == HTTP_ERRORS.name}
+    assert counted == {"401": 2, "404": 1, "405": 1}
+    site.service.counters.check_invariants()
+
+
+async def test_who_has_used_up_his_share_is_counted_as_turned_away(make_site: MakeSite) -> None:
+    key = AccessKey(key="sk-0123456789", name="a", requests_per_minute=1)
+    site = make_site(access=Access([key]))
+    site.client.headers["Authorization"] = "Bearer sk-0123456789"
+    assert [(await site.complete()).status_code for _ in range(2)] == [200, 429]
+    assert site.service.counters.get(REJECTIONS, "rate_limited") == 1
+    assert site.service.counters.get(HTTP_ERRORS, "429") == 1

@@ -1,0 +1,51 @@
+"""When the tokens of one request were sent: what its histograms are told."""
+
+from disagg.policy.routing import Path
+from disagg.router.metrics import RouterMetrics
+from disagg.telemetry.metrics import E2E_SECONDS, ITL_SECONDS, TPOT_SECONDS, TTFT_SECONDS
+
+
+class _ChoiceTimes:
+    """Of one answer."""
+
+    __slots__ = ("first_s", "is_over", "last_s", "num_tokens")
+
+    def __init__(self) -> None:
+        self.first_s = self.last_s = 0.0
+        self.num_tokens = 0
+        self.is_over = False
+
+
+class StreamTimes:
+    """Counts an answer's tokens and the time between them. Answers that fail or are left are not whole: no TPOT."""
+
+    def __init__(self, metrics: RouterMetrics, path: Path, num_choices: int, start_s: float) -> None:
+        self._metrics = metrics
+        self._path = path
+        self._start_s = start_s
+        self._choices = [_ChoiceTimes() for _ in range(num_choices)]
+        self._num_open = num_choices
+
+    def note_tokens(self, choice: int, num_tokens: int, now_s: float) -> None:
+        """Tokens that are sent together."""
+        times = self._choices[choice]
+        if times.num_tokens == 0:
+            times.first_s = now_s
+            self._metrics.observe(TTFT_SECONDS, self._path, now_s - self._start_s)
+        else:
+            self._metrics.observe(ITL_SECONDS, self._path, now_s - times.last_s)
+        times.last_s = now_s
+        times.num_tokens += num_tokens
+
+    def note_end(self, choice: int) -> None:
+        """The answer is whole. Idempotent."""
+        times = self._choices[choice]
+        if times.is_over:
+            return
+        times.is_over = True
+        self._num_open -= 1
+        if times.num_tokens > 1:
+            self._metrics.observe(TPOT_SECONDS, self._path, (times.last_s - times.first_s) / (times.num_tokens - 1))
+        if self._num_open == 0:
+            last_s = max((each.last_s for each in self._choices if each.num_tokens), default=self._start_s)
+            self._metrics.observe(E2E_SECONDS, self._path, last_s - self._start_s)

@@ -1,0 +1,68 @@
+"""Prometheus' text format, written. One pass over plain numbers: a scrape holds up the loop that sends tokens."""
+
+import functools
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from disagg.telemetry.metrics import Metric
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Sample(NamedTuple):
+    """One line. labels: as `labels_text` writes them; suffix: of the family's name."""
+
+    labels: str
+    value: float
+    suffix: str = ""
+
+
+Family = tuple[Metric, Iterable[Sample]]
+
+
+def labels_text(*pairs: tuple[str, str]) -> str:
+    """(name, value) pairs as they stand between braces; "" for none."""
+    return ",".join([_pair(name, value) for name, value in pairs])
+
+
+def add_label(labels: str, name: str, value: str) -> str:
+    """One more label behind others; a metric without a label of its own has the name ""."""
+    if not name:
+        return labels
+    return f"{labels},{_pair(name, value)}" if labels else _pair(name, value)
+
+
+def histogram_samples(labels: str, bounds: Sequence[float], counts: Sequence[int], total: float) -> list[Sample]:
+    """counts: of each bucket, and last of what is above all bounds; total: sum of what was observed."""
+    edges = [*map(repr, bounds), "+Inf"]
+    running = list(accumulate(counts))
+    buckets = [
+        Sample(add_label(labels, "le", edge), count, "_bucket") for edge, count in zip(edges, running, strict=True)
+    ]
+    return [*buckets, Sample(labels, running[-1], "_count"), Sample(labels, total, "_sum")]
+
+
+def exposition(families: Iterable[Family]) -> bytes:
+    """The whole text. A family without samples is there with its type and help."""
+    lines: list[str] = []
+    for metric, samples in families:
+        name = metric.name
+        lines.append(f"# HELP {name} {metric.help}\n# TYPE {name} {metric.kind.value}")
+        for labels, value, suffix in samples:
+            where = f"{{{labels}}}" if labels else ""
+            lines.append(f"{name}{suffix}{where} {_number(value)}")
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _number(value: float) -> str:
+    number = float(value)
+    if number.is_integer() and abs(number) < 1e15:
+        return str(int(number))
+    return {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}.get(repr(number)) or repr(number)
+
+
+@functools.lru_cache(maxsize=4096)  # every scrape asks for the same ones
+def _pair(name: str, value: str) -> str:
+    escaped = value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    return f'{name}="{escaped}"'
