@@ -60,7 +60,7 @@ from disagg.scheduler.state import SchedulerState
 from disagg.scheduler.steps import Steps
 from disagg.telemetry.counters import Counters
 
-# The busiest events; they change what may run next only when they end a sequence.
+# The busiest events; they change who may be admitted only when they end a sequence.
 _QUIET = (LayersComputed, WriteFinished, WriteLanded)
 _SENDS = (Task.PREFILL, Task.SEND_PREFIX)
 _RECEIVES = (Task.DECODE, Task.RECEIVE_PREFIX)
@@ -102,7 +102,7 @@ class Scheduler:
         if not isinstance(event, _QUIET) or self._state.take_has_freed():
             self._admit()
             self._ask_reservations()
-            self._steps.start()
+        self._steps.start()  # what has landed may be what a part of a step waits for
         return self._state.take_actions()
 
     def next_wake_s(self) -> float:

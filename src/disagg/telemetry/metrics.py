@@ -39,6 +39,9 @@ PUSHES = Metric("disagg_pushes_total", _C, "Writes of KV into a peer's arena.")
 PUSH_RETRIES = Metric("disagg_push_retries_total", _C, "Pushes sent again after a failure.")
 LANDINGS_REJECTED = Metric("disagg_landings_rejected_total", _C, "Pushes that arrived with a wrong checksum.")
 RESERVATIONS_REFUSED = Metric("disagg_reservations_refused_total", _C, "Reservations refused here.", "reason")
+PARTIAL_STARTS = Metric(
+    "disagg_partial_starts_total", _C, "Hand-offs whose first step began before all KV was here, or why not.", "outcome"
+)
 SEQUENCES = Metric("disagg_sequences_total", _C, "Sequences that ended here.", "outcome")
 MESSAGES_IGNORED = Metric("disagg_messages_ignored_total", _C, "Late, repeated or unknown messages.", "message")
 PREEMPTIONS = Metric("disagg_preemptions_total", _C, "Streams that gave up their blocks to older ones.")
@@ -82,6 +85,7 @@ WORKER_METRICS: tuple[Metric, ...] = (
     PUSH_RETRIES,
     LANDINGS_REJECTED,
     RESERVATIONS_REFUSED,
+    PARTIAL_STARTS,
     SEQUENCES,
     MESSAGES_IGNORED,
     PREEMPTIONS,
