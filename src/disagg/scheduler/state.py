@@ -385,8 +385,8 @@ class SchedulerState:
                 destination.check_invariants()
                 mine, others = destination.blocks_in_use()
                 held += mine
-                for state, blocks in others.items():
-                    apart[state].update(blocks)
+                for kind, kept in others.items():
+                    apart[kind].update(kept)
             for block in held:
                 users[block] += 1
         if users != pool.refcounts():
