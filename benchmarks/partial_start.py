@@ -2,8 +2,8 @@
 
     python benchmarks/partial_start.py [--rounds 10] [--rate-mbit 100] [--prompt-tokens 512] [--quick]
 
-Two clusters over emulated links between network namespaces (needs root), --partial-start off and auto, both up, asked in
-turn in an order that rotates. A prefill and a decode worker have a core each. Differences and ratios are taken within a
+Two clusters over an emulated link between network namespaces (needs root), --partial-start off and auto, both up,
+asked in turn in an order that rotates. A prefill and a decode worker have a core each. Differences and ratios are taken within a
 round, then their median.
 
 first gap   token 1 -> token 2 of one prompt: what is left of the transfer, and the first step
@@ -59,7 +59,7 @@ class Found(msgspec.Struct):
 
 @contextlib.contextmanager
 def clusters(args: argparse.Namespace) -> Iterator[dict[str, SpreadCluster]]:
-    """Both sides, up, over one link of which only one of them uses anything at a time; this thread is at its first end."""
+    """Both sides, up, over one link that one of them uses at a time; this thread is at its first end."""
     cores = sorted(os.sched_getaffinity(0))
     places = (str(cores[0]), str(cores[1 % len(cores)]))
     path, name = resolve_model(args.model), served_name(args.model)
@@ -150,9 +150,7 @@ def figures(found: Mapping[str, Found]) -> Figures:
     itl = {side: [gap for beside in each.beside for gap in beside.itl_ms] for side, each in found.items()}
     return Figures(
         step_ms=statistics.median(times.itl_ms for each in found.values() for times in each.lone),
-        first_gap_ms={
-            side: {kind: statistics.median(values) for kind, values in gaps(side).items()} for side in found
-        },
+        first_gap_ms={side: {kind: statistics.median(values) for kind, values in gaps(side).items()} for side in found},
         gain_ms={kind: statistics.median(_minus(off[kind], auto[kind])) for kind in off},
         itl_p50_ms={side: percentile(values, 50) for side, values in itl.items()},
         itl_p99_ms={side: percentile(values, 99) for side, values in itl.items()},
@@ -176,7 +174,9 @@ def show(row: Figures, counted: Mapping[str, Mapping[str, int]], foreign: float)
     for kind, gain in row.gain_ms.items():
         print(f"  gained, {kind}: {gain:.1f} ms = {gain / row.step_ms:.2f} of a step")
     for name, values in (("p50", row.itl_p50_ms), ("p99", row.itl_p99_ms)):
-        print(harness.verdict(f"  {name} ITL of others, auto / off", values[AUTO] / values[OFF], MAX_ITL_RATIO, foreign))
+        print(
+            harness.verdict(f"  {name} ITL of others, auto / off", values[AUTO] / values[OFF], MAX_ITL_RATIO, foreign)
+        )
     harness.warn_of_others(foreign)
 
 

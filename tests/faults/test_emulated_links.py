@@ -168,7 +168,5 @@ def test_a_first_step_begins_while_layers_are_on_a_slow_link(tiny_llama: Path) -
         Front(cluster.url) as front,
     ):
         first = [front.complete("m", prompt, 6, ignore_eos=True)[0].tokens for prompt in prompts]
-        wait_until(
-            lambda: front.readings().total(PARTIAL_STARTS, outcome="finished") >= 2, 20.0, "two partial starts"
-        )
+        wait_until(lambda: front.readings().total(PARTIAL_STARTS, outcome="finished") >= 2, 20.0, "two partial starts")
         assert [front.complete("m", prompt, 6, ignore_eos=True)[0].tokens for prompt in prompts] == first

@@ -67,7 +67,9 @@ def test_undisturbed_every_answer_is_the_expected_one() -> None:
             check_answer(cluster, request_id, answer)
         cluster.check_nothing_left()
         seen += outcomes(cluster)
-    assert min(seen[each.value] for each in (PartialOutcome.FINISHED, PartialOutcome.JOINED)) >= NUM_UNDISTURBED // 4, seen
+    assert min(seen[each.value] for each in (PartialOutcome.FINISHED, PartialOutcome.JOINED)) >= NUM_UNDISTURBED // 4, (
+        seen
+    )
     assert seen[PartialOutcome.WIRE_SHORT.value] > 0
 
 

@@ -174,7 +174,9 @@ class TorchEngine:
         if not isinstance(self._model, Llama) or not 0 <= layers.start < layers.stop <= num_layers:
             text = f"step {plan.step_id} is of {plan.layers} of {num_layers}, which {self.config.architecture}"
             raise InternalFault(f"{text} cannot run apart; run whole steps (--partial-start off)")
-        rows = self._model.embed(tensors) if layers.start == 0 else self._model.restore(plan.carried, len(tensors.tokens))
+        rows = (
+            self._model.embed(tensors) if layers.start == 0 else self._model.restore(plan.carried, len(tensors.tokens))
+        )
         rows = self._model.run_layers(tensors, rows, layers, layer_done)
         return self._model.scores(rows) if layers.stop == num_layers else rows.packed()
 

@@ -1,8 +1,8 @@
 """Whether a first step begins while KV of its prompt is still on the wire, and how many of its layers run at once.
 
-Begun early, the step is over soon after the last layers are here: what can be won is at most one step. It runs alone and
-in parts, ranges of layers whose KV is here, between the shared steps of other streams. Each part makes those wait: so
-beside others a part is as small as keeps up with the wire, and never more than MAX_SHARE of a step.
+Begun early, the step is over soon after the last layers are here: what can be won is at most one step. It runs alone
+and in parts, ranges of layers whose KV is here, between the shared steps of other streams. Each part makes those wait:
+so beside others a part is as small as keeps up with the wire, and never more than MAX_SHARE of a step.
 """
 
 import enum

@@ -58,8 +58,8 @@ class LayerRange(msgspec.Struct, frozen=True):
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
     """One forward pass. Rows are independent: no row's result depends on another row.
 
-    layers: only these, for one row of one token, of whose earlier positions the KV is there in these layers at least. A
-    part that is not the last one samples nothing; all parts of a row, in order, give what the whole pass would, bit by bit.
+    layers: only these, for one row of one token; the KV of its earlier positions need not be there in others. A part
+    that is not the last one samples nothing; all parts of a row, in order, give the bits of the whole pass.
     """
 
     step_id: StepId

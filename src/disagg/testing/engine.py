@@ -67,18 +67,19 @@ class FakeEngine:
             on_layers(layer + 1)
         if plan.layers is not None:
             return self._finish_part(plan, plan.layers)
-        tokens = tuple(self._sample(row, row.sampling) for row in plan.rows if row.sampling is not None)
+        tokens = tuple(
+            self._sample(row, row.sampling, self._seen(row, layers)) for row in plan.rows if row.sampling is not None
+        )
         scores = tuple(RowScores(row.sequence_id, _scores(row.scoring)) for row in plan.rows if row.scoring is not None)
         return StepResult(plan.step_id, tokens, scores=scores)
 
     def _finish_part(self, plan: StepPlan, layers: LayerRange) -> StepResult:
         """What is carried from part to part is all KV that was read, as it was when its layer ran."""
         (row,) = plan.rows
-        stop = row.position + len(row.token_ids)
-        num_due = self._layout.span_bytes(Span(0, stop, 0, layers.start))
+        num_due = self._layout.span_bytes(Span(0, row.position + len(row.token_ids), 0, layers.start))
         if len(plan.carried) != num_due:
             raise InternalFault(f"{len(plan.carried)} bytes are carried into {layers} of {row}, {num_due} are due")
-        seen = plan.carried + self.read(row.block_table, Span(0, stop, layers.start, layers.stop))
+        seen = plan.carried + self._seen(row, layers)
         if layers.stop < self._layout.num_layers:
             return StepResult(plan.step_id, (), carried=seen)
         if row.sampling is None:
@@ -98,10 +99,11 @@ class FakeEngine:
         )
         self.write(row.block_table, span, payload)
 
-    def _sample(self, row: StepRow, sampling: SamplingParams, seen: bytes | None = None) -> EmittedToken:
-        """seen: the KV that the row has read, where that was not all now."""
-        if seen is None:
-            seen = self.read(row.block_table, Span(0, row.position + len(row.token_ids), 0, self._layout.num_layers))
+    def _seen(self, row: StepRow, layers: LayerRange) -> bytes:
+        """The KV that a row reads in these layers, as it lies there now."""
+        return self.read(row.block_table, Span(0, row.position + len(row.token_ids), layers.start, layers.stop))
+
+    def _sample(self, row: StepRow, sampling: SamplingParams, seen: bytes) -> EmittedToken:
         digest = hashlib.blake2b(seen, digest_size=16)
         if not sampling.is_greedy:
             digest.update(struct.pack("<QQQ", sampling.seed, row.sequence_id.choice, row.output_position))
