@@ -28,6 +28,7 @@ from disagg.scheduler.scheduler import Scheduler
 
 NUM_LAYERS = 2
 LEASE_S = 3.0
+STEP_S = 1e-4  # as the engine says; what is on its way takes longer, so first steps begin early
 MAX_TURNS = 4000
 ANSWER_TOKEN = 7  # what the model always says
 
@@ -310,7 +311,7 @@ class HandoffWorld:
             for row in plan.rows
             if row.sampling is not None
         )
-        self._handle(side, events.StepFinished(StepResult(plan.step_id, tokens), 0.0))
+        self._handle(side, events.StepFinished(StepResult(plan.step_id, tokens), STEP_S))
 
     def _label(self, sequence_id: SequenceId, token: int) -> Label:
         """Equal beginnings share blocks, the answer's tokens too, so a token is labelled by the prefix it ends."""
