@@ -2,9 +2,9 @@
 
     python benchmarks/partial_start.py [--rounds 10] [--rate-mbit 100] [--prompt-tokens 512] [--quick]
 
-Two clusters over an emulated link between network namespaces (needs root), --partial-start off and auto, are both up and
-asked in turn, in an order that rotates. A prefill and a decode worker have a core each. Differences and ratios are taken
-within a round, then their median.
+Two clusters over an emulated link between network namespaces (needs root), --partial-start off and auto, are both up
+and asked in turn, in an order that rotates. A prefill and a decode worker have a core each. Differences and ratios are
+taken within a round, then their median.
 
 first gap   token 1 -> token 2 of one prompt: what is left of the transfer, and the first step
 lone        nothing else runs on the decode worker
