@@ -99,6 +99,7 @@ bench: $(STAMP) ## every benchmark, on a quiet machine (long; ARGS=--quick: shor
 	@echo "== TLS, lanes, proofs"; $(PY) benchmarks/secured.py
 	@echo "== hand-off cost"; $(PY) benchmarks/handoff_cost.py $(ARGS)
 	@echo "== hand-off over links"; $(PY) benchmarks/handoff.py $(ARGS)
+	@echo "== first steps that begin early"; $(PY) benchmarks/partial_start.py $(ARGS)
 	@echo "== KV wires"; $(PY) benchmarks/kv_wire.py $(ARGS)
 	@echo "== several answers to one prompt"; $(PY) benchmarks/choices.py $(ARGS)
 	@echo "== recovery"; $(PY) benchmarks/recovery.py $(ARGS)

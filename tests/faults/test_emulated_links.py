@@ -13,8 +13,10 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+from tests.e2e.cluster import Front
 
 from disagg.cluster.examination import ClusterReport
+from disagg.telemetry.metrics import PARTIAL_STARTS
 from disagg.testing.links.cluster import SpreadCluster
 from disagg.testing.links.namespaces import ADDRESSES, LinkedNamespaces, missing
 from disagg.testing.links.shape import LinkShape
@@ -151,3 +153,20 @@ def test_the_doctor_tells_a_slow_link(shape: LinkShape, claimed_gbits: str, code
         if code:
             (finding,) = report.findings
             assert "of the 10 Gbit/s that the link should give" in finding
+
+
+def test_a_first_step_begins_while_layers_are_on_a_slow_link(tiny_llama: Path) -> None:
+    """The second prompt knows the link's rate. Asked again, it finds its prefix here, and its answer is the same."""
+    shape = LinkShape(5)
+    needs(shape)
+    arguments = ("--kv-memory", "8M", "--min-push-bytes", "1K", "--chunk-tokens", "700")
+    prompts = [[(7 * step + 11 * number) % 300 + 5 for step in range(600)] for number in range(3)]
+    with (
+        LinkedNamespaces(shape) as pair,
+        pair.entered(0),
+        SpreadCluster(pair, tiny_llama, "m", arguments) as cluster,
+        Front(cluster.url) as front,
+    ):
+        first = [front.complete("m", prompt, 6, ignore_eos=True)[0].tokens for prompt in prompts]
+        wait_until(lambda: front.readings().total(PARTIAL_STARTS, outcome="finished") >= 2, 20.0, "two partial starts")
+        assert [front.complete("m", prompt, 6, ignore_eos=True)[0].tokens for prompt in prompts] == first

@@ -13,8 +13,9 @@ from tests.parity.tiny_models import TINY_VOCAB, write_tiny_model
 from tests.unit.engine.steps import GREEDY, generate, make_engine, make_row, run, sequence_id
 from torch import Tensor
 
+from disagg.core.errors import InternalFault
 from disagg.core.formats import Kernels, Weights
-from disagg.core.ids import BlockId
+from disagg.core.ids import BlockId, StepId
 from disagg.core.request import SamplingParams
 from disagg.core.spans import KvLayout
 from disagg.engine.arena import KvArena
@@ -26,6 +27,7 @@ from disagg.engine.native_attention import NativeAttention
 from disagg.engine.operations import rotate
 from disagg.engine.runner import TorchEngine
 from disagg.engine.tables import BlockTables
+from disagg.scheduler.engine import LayerRange, StepPlan, StepResult
 
 # (inputs, outputs): qkv, output, gate_up, down, head of SmolLM2-135M; and of tiny models.
 BIG_SHAPES = [(576, 960), (576, 576), (576, 3072), (1536, 576)]
@@ -294,6 +296,49 @@ def test_engine_rows_in_a_batch_of_eight_are_what_they_are_alone(engine: TorchEn
         assert outputs[i] == tokens, f"sequence {i}"
         assert torch.equal(stored(engine, tables[i], len(prompts[i]) + num_tokens - 1), kv), f"sequence {i}"
     print("engine: alone = in a batch of 8 beside a prefill chunk, tokens and KV bit-equal")
+
+
+CUTS = [(1, 2, 3), (2, 3), (1, 3), (3,)]  # of three layers: where each part ends
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("length", [1, 40, 200])
+def test_engine_layers_run_apart_give_the_same_bits(engine: TorchEngine, length: int, cut: tuple[int, ...]) -> None:
+    """A step in parts, between steps of others; each part finds the KV of its own layers only, the rest is NaN."""
+    prompt = [int(t) for t in torch.randint(TINY_VOCAB, (length,), generator=torch.Generator().manual_seed(5))]
+    params = SamplingParams(max_tokens=9, temperature=0.8, top_p=0.9, seed=3, num_logprobs=4)
+    blocks, arena = list(range(14)), engine.arena.tensor
+    arena.zero_()
+    first = run(engine, make_row(0, prompt, 0, blocks, params))[0].token_id
+    landed = arena.clone()
+    row = make_row(0, [first], length, blocks, params, 1)
+    (whole,) = run(engine, row)
+    expected = stored(engine, blocks, length + 1)
+    arena.fill_(float("nan"))
+    start, carried, result = 0, b"", StepResult(StepId(0), ())
+    for stop in cut:
+        arena[start:stop] = landed[start:stop]
+        part = row if stop == cut[-1] else make_row(0, [first], length, blocks, None, 1)
+        result = engine.run_step(
+            StepPlan(StepId(stop), (part,), layers=LayerRange(start, stop), carried=carried), lambda _: None
+        )
+        start, carried = stop, result.carried
+        run(engine, make_row(99, prompt, 0, list(range(100, 114))))
+    assert result.tokens == (whole,)
+    assert torch.equal(stored(engine, blocks, length + 1), expected)
+
+
+def test_a_part_without_what_was_before_it_is_refused(engine: TorchEngine) -> None:
+    row = make_row(0, [3], 0, [0])
+    for layers, carried, reason in [
+        (LayerRange(1, 2), b"", "0 bytes of rows"),
+        (LayerRange(1, 2), bytes(8), "8 bytes of rows"),
+        (LayerRange(2, 2), b"", "cannot run apart"),
+        (LayerRange(0, 4), b"", "cannot run apart"),
+        (LayerRange(-1, 2), b"", "cannot run apart"),
+    ]:
+        with pytest.raises(InternalFault, match=reason):
+            engine.run_step(StepPlan(StepId(0), (row,), layers=layers, carried=carried), lambda _: None)
 
 
 def test_the_products_mode_is_set_on_intel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,19 +7,20 @@ import numpy as np
 import pytest
 import torch
 from tests.parity.generic_models import REFUSED, SERVED, WINDOW, build
-from tests.unit.engine.steps import make_engine, sequence_id
+from tests.unit.engine.steps import make_engine, make_row, sequence_id
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.olmo2.modeling_olmo2 import Olmo2MLP
 
 from disagg.core.errors import ConfigurationError, InternalFault, ModelLoadError, NotNative
-from disagg.core.ids import BlockId
+from disagg.core.ids import BlockId, StepId
 from disagg.engine.arena import KvArena
 from disagg.engine.attention import RowSpan, TiledAttention
 from disagg.engine.generic import GenericDecoder, describe_model
 from disagg.engine.step import make_step
 from disagg.engine.tables import BlockTables
 from disagg.modelfiles.config import read_config
+from disagg.scheduler.engine import LayerRange, StepPlan
 
 BLOCK = 16
 NUM_BLOCKS = 24
@@ -204,3 +205,13 @@ def test_faults_of_the_caller_are_told(tmp_path: Path) -> None:
     arena, tables = KvArena(rig.config.kv_layout(2), 5), BlockTables(5)
     with pytest.raises(ConfigurationError, match=r"arena of 10 tokens is too small .* at least \d+"):
         GenericDecoder(rig.config, tmp_path, arena, tables, TiledAttention(arena, tables, 4, 2))
+
+
+def test_its_layers_cannot_run_apart(tmp_path: Path) -> None:
+    """So a worker of such a model begins no first step early."""
+    build(SERVED[next(iter(SERVED))]()).save_pretrained(tmp_path)
+    engine = make_engine(tmp_path)
+    assert not engine.runs_layers_apart
+    plan = StepPlan(StepId(0), (make_row(0, [3], 0, [0]),), layers=LayerRange(0, 1))
+    with pytest.raises(InternalFault, match=r"cannot run apart; run whole steps \(--partial-start off\)"):
+        engine.run_step(plan, lambda _: None)

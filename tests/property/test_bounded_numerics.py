@@ -36,8 +36,8 @@ class DriftingEngine(FakeEngine):
         super().__init__(layout, num_blocks, VOCAB)
         self._bias = next(self.biases)
 
-    def _sample(self, row: StepRow, sampling: SamplingParams) -> EmittedToken:
-        token = super()._sample(row, sampling)
+    def _sample(self, row: StepRow, sampling: SamplingParams, seen: bytes) -> EmittedToken:
+        token = super()._sample(row, sampling, seen)
         takes_second = (token.token_id + self._bias) % 3 == 0
         return EmittedToken(token.sequence_id, token.position, (token.token_id + takes_second * MARGIN) % VOCAB)
 

@@ -115,9 +115,7 @@ def pick(cluster: VirtualCluster, rng: random.Random) -> str | None:
 
 def restart(cluster: VirtualCluster, name: str, worker: VirtualWorker) -> None:
     card, config = worker.card, worker.scheduler.config
-    cluster.start_worker(
-        name, card.role, num_blocks=card.num_blocks, block_size=card.layout.block_size, mode=config.handoff_mode
-    )
+    cluster.start_worker(name, card.role, num_blocks=card.num_blocks, layout=card.layout, mode=config.handoff_mode)
 
 
 def kill_and_restart(cluster: VirtualCluster, rng: random.Random) -> None:

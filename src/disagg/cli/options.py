@@ -6,7 +6,7 @@ import typer
 
 from disagg.core.endpoints import TransportChoice
 from disagg.core.formats import Kernels, KvDtype, KvWire, Weights
-from disagg.core.roles import HandoffMode, Numerics
+from disagg.core.roles import HandoffMode, Numerics, PartialStart
 from disagg.router.config import API_KEYS_VARIABLE
 from disagg.router.parser_names import ReasoningParser, ToolParser
 
@@ -157,6 +157,14 @@ Handoff = Annotated[
     HandoffMode,
     typer.Option(
         "--handoff", help="layerwise: KV is sent while it is computed; sync: after the prompt.", rich_help_panel=HANDOFF
+    ),
+]
+PartialStartOption = Annotated[
+    PartialStart,
+    typer.Option(
+        "--partial-start",
+        help="auto: over slow links a first step begins, alone, with the layers that are here; off: when all are.",
+        rich_help_panel=HANDOFF,
     ),
 ]
 MinPushBytes = Annotated[

@@ -35,6 +35,13 @@ class HandoffMode(enum.StrEnum):
     SYNC = "sync"
 
 
+class PartialStart(enum.StrEnum):
+    """Whether a first step may begin, alone and layer by layer, while KV of its prompt is still on the wire."""
+
+    AUTO = "auto"  # where the wire is to take longer than a step
+    OFF = "off"
+
+
 # Which tasks each role takes from a router.
 ROLE_TASKS: dict[Role, frozenset[Task]] = {
     Role.PREFILL: frozenset({Task.PREFILL, Task.SEND_PREFIX, Task.RECEIVE_PREFIX}),

@@ -9,6 +9,7 @@ M counts the tokens of all sequences of the step: prefill chunks and single deco
 treats rows independently, bit for bit.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from disagg.core.errors import InternalFault
 from disagg.engine.attention import AttentionBackend
 from disagg.engine.linears import Linear, LinearMaker
 from disagg.engine.operations import HeadNorms, Operations
@@ -34,6 +36,18 @@ class Layer(NamedTuple):
     mlp_norm: Tensor
     gate_up: Linear  # hidden -> 2 * intermediate
     down: Linear
+
+
+class Rows(NamedTuple):
+    """The rows of a step between two layers. What the last one adds is kept apart: the next one adds it."""
+
+    x: Tensor  # [M, hidden], float32
+    delta: Tensor | None  # the same shape; None before the first layer
+
+    def packed(self) -> bytes:
+        """All of it as bytes, after a layer at least."""
+        assert self.delta is not None
+        return torch.stack((self.x, self.delta)).cpu().numpy().tobytes()
 
 
 class Llama:
@@ -101,10 +115,27 @@ class Llama:
 
     def forward(self, step: StepTensors, layer_done: LayerDone | None) -> Tensor:
         """Vocabulary scores [S, vocab_size] of the sampled rows; keys and values of all rows are stored."""
+        layers = range(len(self._layers))
+        return self.scores(self.run_layers(step, self.embed(step), layers, layer_done))
+
+    def embed(self, step: StepTensors) -> Rows:
+        """What the first layer begins with."""
+        return Rows(functional.embedding(step.tokens, self._embedding).float(), None)
+
+    def restore(self, packed: bytes, num_rows: int) -> Rows:
+        """What Rows.packed() gave. Raises InternalFault for bytes of another number of rows."""
+        shape = (2, num_rows, self._config.hidden_size)
+        if len(packed) != 4 * math.prod(shape):
+            raise InternalFault(f"{len(packed)} bytes of rows between two layers, {shape} numbers take 4 each")
+        x, delta = torch.frombuffer(bytearray(packed), dtype=torch.float32).view(shape).to(self._device)
+        return Rows(x, delta)
+
+    def run_layers(self, step: StepTensors, rows: Rows, layers: range, layer_done: LayerDone | None) -> Rows:
+        """These layers, one after the other; `rows` may be overwritten. The last one gives the sampled rows only."""
         operations = self._operations
-        x = functional.embedding(step.tokens, self._embedding).float()
-        delta: Tensor | None = None
-        for index, layer in enumerate(self._layers):
+        x, delta = rows
+        for index in layers:
+            layer = self._layers[index]
             qkv = layer.qkv(operations.add_norm(x, delta, layer.attention_norm))
             queries = operations.rotate_store(index, qkv, step.positions, step.slots, layer.head_norms)
             if layer_done is not None:
@@ -114,4 +145,8 @@ class Llama:
                 x, attended = x.index_select(0, step.sampled), attended.index_select(0, step.sampled)
             delta = layer.output(attended)
             delta = layer.down(operations.gate(layer.gate_up(operations.add_norm(x, delta, layer.mlp_norm))))
-        return self._head(operations.add_norm(x, delta, self._norm))
+        return Rows(x, delta)
+
+    def scores(self, rows: Rows) -> Tensor:
+        """Vocabulary scores of what the last layer gave."""
+        return self._head(self._operations.add_norm(rows.x, rows.delta, self._norm))

@@ -93,6 +93,11 @@ class TorchEngine:
         """Whether a row's result is independent of its batch, bit for bit: what exact numerics need."""
         return self._model.is_row_invariant
 
+    @property
+    def runs_layers_apart(self) -> bool:
+        """Whether a plan may be of some layers only."""
+        return isinstance(self._model, Llama)
+
     def _kernels_name(self, weights: Weights) -> str:
         """Workers of one name give the same bits."""
         if self._library is None:
@@ -151,13 +156,29 @@ class TorchEngine:
         requests = self._requests(sampling)
         masks = self._grammars.start([item.row for item in sampling])
         tensors = self._tensors(placed, sampling, scoring)
-        logits = self._model.forward(tensors, self._layer_done(on_layers, plan=plan))
+        logits = self._forward(plan, tensors, self._layer_done(on_layers, plan=plan))
+        if isinstance(logits, bytes):
+            return StepResult(plan.step_id, (), carried=logits)
         sampled, scored = logits[: len(sampling)], logits[len(sampling) :]
         requests, failures = masks.apply(sampled, requests)
         tokens = _tokens(plan, sampling, sample(sampled, requests))
         if failures:
             tokens = tuple(token for token in tokens if token.sequence_id not in failures)
         return StepResult(plan.step_id, tokens, scores=_scores(scoring, scored), failures=tuple(failures.items()))
+
+    def _forward(self, plan: StepPlan, tensors: StepTensors, layer_done: LayerDone) -> Tensor | bytes:
+        """Vocabulary scores; or, of a part that is not the last, what the next one begins with."""
+        if plan.layers is None:
+            return self._model.forward(tensors, layer_done)
+        layers, num_layers = range(plan.layers.start, plan.layers.stop), self.config.num_layers
+        if not isinstance(self._model, Llama) or not 0 <= layers.start < layers.stop <= num_layers:
+            text = f"step {plan.step_id} is of {plan.layers} of {num_layers}, which {self.config.architecture}"
+            raise InternalFault(f"{text} cannot run apart; run whole steps (--partial-start off)")
+        rows = (
+            self._model.embed(tensors) if layers.start == 0 else self._model.restore(plan.carried, len(tensors.tokens))
+        )
+        rows = self._model.run_layers(tensors, rows, layers, layer_done)
+        return self._model.scores(rows) if layers.stop == num_layers else rows.packed()
 
     def prepare_grammar(self, attempt_id: HandoffId, grammar: GrammarSpec, emitted_ids: tuple[int, ...]) -> None:
         """See `disagg.scheduler.engine.Engine`."""

@@ -97,10 +97,14 @@ class KvCache:
         """The peer's writes are complete: the reserved blocks are held like the others."""
         self.pool.confirm(allocation.reserved)
 
-    def quarantine(self, allocation: Allocation) -> None:
-        """Give up a reservation a peer may still write to: keep the reserved blocks apart, and the prefix held."""
+    def quarantine(self, allocation: Allocation, *, keeps_empty: bool = False) -> None:
+        """Give up a reservation a peer may still write to: keep the reserved blocks apart, and the prefix held.
+
+        keeps_empty: the caller still writes into the empty ones, and releases them later.
+        """
         self.pool.quarantine(allocation.reserved)
-        self.release(allocation.empty)
+        if not keeps_empty:
+            self.release(allocation.empty)
 
     def end_quarantine(self, allocation: Allocation, hashes: Sequence[BlockHash], num_kept: int) -> None:
         """The fence holds. The first num_kept blocks are complete and verified: they go into the index."""

@@ -68,6 +68,28 @@ class SpanLedger:
             return self.wanted.token_stop
         return min(_contiguous_until(ranges, self.wanted.token_start) for ranges in self._ranges)
 
+    def complete_layers(self) -> int:
+        """Layers, from the first on, that are complete in all tokens and heads."""
+        wanted = self.wanted
+        if wanted.is_empty:
+            return wanted.num_layers
+        for index, ranges in enumerate(self._ranges):
+            if _contiguous_until(ranges, wanted.token_start) < wanted.token_stop:
+                return index // self._num_groups
+        return wanted.num_layers
+
+    def num_missing(self) -> int:
+        """Tokens that are missing, summed over layers; a group of heads counts as its part of a token."""
+        wanted = self.wanted
+        if wanted.is_empty:
+            return 0
+        here = sum(
+            max(0, min(high, wanted.token_stop) - max(low, wanted.token_start))
+            for ranges in self._ranges
+            for low, high in ranges
+        )
+        return wanted.num_tokens * wanted.num_layers - here // self._num_groups
+
     def check_invariants(self) -> None:
         for ranges in self._ranges:
             flat = [bound for pair in ranges for bound in pair]

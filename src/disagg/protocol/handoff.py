@@ -13,6 +13,12 @@ Destination (whoever will use it):
   2. RECEIVING: blocks are reserved, the peer may write.
   3. COMPLETE: all layers are verified (and, where one is due, the first token is here); the grant is being withdrawn.
   4. FENCING: given up; blocks stay in quarantine until the transport's fence holds.
+  5. IN_STEP: given up and fenced, but a part of its first step is in the engine: the quarantine goes on.
+
+Partial start (a first step that begins before all KV is here, and runs in parts: ranges of layers):
+  1. WAITING: for KV of more layers, for its turn, or until the blocks are its own.
+  2. RUNNING: a part is in the engine.
+  3. STOPPING: given up while a part is in the engine.
 """
 
 import enum
@@ -51,6 +57,7 @@ class DestinationState(enum.StrEnum):
     RECEIVING = "RECEIVING"
     COMPLETE = "COMPLETE"
     FENCING = "FENCING"
+    IN_STEP = "IN_STEP"
     CLOSED = "CLOSED"
 
 
@@ -58,7 +65,25 @@ class DestinationTrigger(enum.StrEnum):
     RESERVED = "reserved"
     ALL_VERIFIED = "all verified"
     GRANT_FENCED = "grant fenced"
+    GRANT_FENCED_IN_STEP = "grant fenced in step"
+    STEP_OVER = "step over"
     CANCELLED = "cancelled"
+
+
+class PartialState(enum.StrEnum):
+    WAITING = "WAITING"
+    RUNNING = "RUNNING"
+    STOPPING = "STOPPING"
+    FINISHED = "FINISHED"
+    THROWN_AWAY = "THROWN_AWAY"
+
+
+class PartialTrigger(enum.StrEnum):
+    PART_STARTED = "part started"
+    PART_FINISHED = "part finished"
+    LAST_PART_FINISHED = "last part finished"
+    GIVEN_UP = "given up"  # also when the engine has failed
+    GIVEN_UP_MIDWAY = "given up midway"  # a part is in the engine: wait until it comes back
 
 
 _S, _ST = SourceState, SourceTrigger
@@ -95,6 +120,23 @@ DESTINATION_TABLE: TransitionTable[DestinationState, DestinationTrigger] = Trans
         (_D.COMPLETE, _DT.GRANT_FENCED): _D.CLOSED,
         (_D.COMPLETE, _DT.CANCELLED): _D.FENCING,
         (_D.FENCING, _DT.GRANT_FENCED): _D.CLOSED,
+        (_D.FENCING, _DT.GRANT_FENCED_IN_STEP): _D.IN_STEP,
+        (_D.IN_STEP, _DT.STEP_OVER): _D.CLOSED,
+    },
+)
+
+_P, _PT = PartialState, PartialTrigger
+PARTIAL_TABLE: TransitionTable[PartialState, PartialTrigger] = TransitionTable(
+    "partial start",
+    _P.WAITING,
+    {
+        (_P.WAITING, _PT.PART_STARTED): _P.RUNNING,
+        (_P.WAITING, _PT.GIVEN_UP): _P.THROWN_AWAY,
+        (_P.RUNNING, _PT.PART_FINISHED): _P.WAITING,
+        (_P.RUNNING, _PT.LAST_PART_FINISHED): _P.FINISHED,
+        (_P.RUNNING, _PT.GIVEN_UP): _P.THROWN_AWAY,
+        (_P.RUNNING, _PT.GIVEN_UP_MIDWAY): _P.STOPPING,
+        (_P.STOPPING, _PT.PART_FINISHED): _P.THROWN_AWAY,
     },
 )
 

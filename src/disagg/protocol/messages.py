@@ -263,11 +263,15 @@ class AnswerReservation(msgspec.Struct, frozen=True, array_like=True, tag="answe
 
 
 class FinishPrefill(msgspec.Struct, frozen=True, array_like=True, tag="finish_prefill"):
-    """Source to destination: the prompt is computed; here is the first token. None for a prefix hand-off."""
+    """Source to destination: the prompt is computed; here is the first token. None for a prefix hand-off.
+
+    bytes_per_s: what the source has learned of its link to the destination; 0: nothing.
+    """
 
     handoff_id: HandoffId
     fence: Fence
     first_token: EmittedToken | None
+    bytes_per_s: float = 0.0
 
 
 class TakeHandoff(msgspec.Struct, frozen=True, array_like=True, tag="take_handoff"):

@@ -1,10 +1,12 @@
 """The receiving end of one hand-off: what has arrived, and when it may be used."""
 
-from disagg.core.ids import Fence, HandoffId, WorkerId
+from disagg.core.ids import BlockId, Fence, HandoffId, WorkerId
 from disagg.core.request import EmittedToken
 from disagg.core.spans import KvLayout, Span
+from disagg.kvcache.block_pool import BlockState
 from disagg.kvcache.kv_cache import Allocation
 from disagg.kvcache.span_ledger import SpanLedger
+from disagg.policy.partial_start import PartialOutcome
 from disagg.protocol.handoff import DESTINATION_TABLE, DestinationState, DestinationTrigger
 from disagg.protocol.messages import AnswerReservation, FinishPrefill
 from disagg.protocol.table import Machine
@@ -26,6 +28,8 @@ class HandoffDestination:
         self.first_missing_token = 0
         self.is_prefill_finished = False
         self.first_token: EmittedToken | None = None
+        self.bytes_per_s = 0.0  # of the link, as the source has seen it; 0 for unknown
+        self.why_whole = PartialOutcome.TOO_LATE  # why its first step has not begun before all is here, so far
         self._ledger: SpanLedger | None = None
 
     def is_of(self, peer: WorkerId, fence: Fence) -> bool:
@@ -56,6 +60,7 @@ class HandoffDestination:
     def finish_prefill(self, message: FinishPrefill) -> None:
         self.is_prefill_finished = True
         self.first_token = message.first_token
+        self.bytes_per_s = message.bytes_per_s
 
     @property
     def is_all_here(self) -> bool:
@@ -70,6 +75,25 @@ class HandoffDestination:
     def complete_until(self) -> int:
         """End of the longest token prefix that is here and verified in all layers."""
         return self._ledger.complete_until() if self._ledger is not None else 0
+
+    def layers_here(self) -> int:
+        """Layers, from the first on, that are here and verified for all tokens."""
+        return self._ledger.complete_layers() if self._ledger is not None else 0
+
+    def missing_bytes(self, token_layer_bytes: int) -> int:
+        """Bytes still to come, at so many for one token in one layer."""
+        return self._ledger.num_missing() * token_layer_bytes if self._ledger is not None else 0
+
+    def blocks_in_use(self) -> tuple[tuple[BlockId, ...], dict[BlockState, tuple[BlockId, ...]]]:
+        """What it keeps of the pool: blocks that it holds, and those in other states."""
+        allocation, state = self.allocation, self.state
+        if allocation is None:
+            return (), {}
+        if state in (DestinationState.RECEIVING, DestinationState.COMPLETE):
+            return allocation.cached + allocation.empty, {BlockState.RESERVED: allocation.reserved}
+        if state in (DestinationState.FENCING, DestinationState.IN_STEP):
+            return allocation.cached, {BlockState.QUARANTINED: allocation.reserved}
+        return (), {}
 
     def check_invariants(self) -> None:
         if self._ledger is not None:

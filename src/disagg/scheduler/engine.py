@@ -48,13 +48,26 @@ class StepRow(msgspec.Struct, frozen=True, gc=False):
     scoring: Scoring | None = None
 
 
+class LayerRange(msgspec.Struct, frozen=True):
+    """Layers start .. stop-1."""
+
+    start: int
+    stop: int
+
+
 class StepPlan(msgspec.Struct, frozen=True, gc=False):
-    """One forward pass. Rows are independent: no row's result depends on another row."""
+    """One forward pass. Rows are independent: no row's result depends on another row.
+
+    layers: only these, for one row of one token; the KV of its earlier positions need not be there in others. A part
+    that is not the last one samples nothing; all parts of a row, in order, give the bits of the whole pass.
+    """
 
     step_id: StepId
     rows: tuple[StepRow, ...]
     # Layers between two reports while a row is being handed off: KV must then be readable by other threads. 0: none.
     report_every: int = 0
+    layers: LayerRange | None = None
+    carried: bytes = b""  # what the part before it gave back; nothing for the first
 
     def is_reported(self, num_layers: int, of_layers: int) -> bool:
         """Whether this many finished layers, of a model of of_layers, are worth a report."""
@@ -82,6 +95,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False):
     tokens: tuple[EmittedToken, ...]
     scores: tuple[RowScores, ...] = ()
     failures: tuple[tuple[SequenceId, Failure], ...] = ()
+    carried: bytes = b""  # of a part that is not the last: for the next, and for nobody else
 
 
 # Called on the step's own thread after each layer, with the number of layers whose KV for this step is written.

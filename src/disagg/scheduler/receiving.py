@@ -3,8 +3,9 @@
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
 from disagg.core.request import EmittedToken
-from disagg.core.roles import Task
+from disagg.core.roles import PartialStart, Task
 from disagg.kvcache.conversion import shared_heads
+from disagg.policy.partial_start import PartialOutcome
 from disagg.protocol.handoff import DestinationState, DestinationTrigger
 from disagg.protocol.lifecycle import SequenceTrigger
 from disagg.protocol.messages import (
@@ -19,7 +20,13 @@ from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.events import GrantFenced, WriteLanded
 from disagg.scheduler.sequence import Sequence
 from disagg.scheduler.state import SchedulerState
-from disagg.telemetry.metrics import HANDOFFS, LANDINGS_REJECTED, PROMPT_TOKENS_RECEIVED, RESERVATIONS_REFUSED
+from disagg.telemetry.metrics import (
+    HANDOFFS,
+    LANDINGS_REJECTED,
+    PARTIAL_STARTS,
+    PROMPT_TOKENS_RECEIVED,
+    RESERVATIONS_REFUSED,
+)
 
 
 class Receiving:
@@ -132,12 +139,11 @@ class Receiving:
         if sequence is None or destination is None or destination.state not in states:
             self._state.ignore(event)
             return
-        was_complete = destination.state is DestinationState.COMPLETE
-        destination.machine.fire(DestinationTrigger.GRANT_FENCED)
-        if was_complete:
+        if destination.state is DestinationState.COMPLETE:
+            destination.machine.fire(DestinationTrigger.GRANT_FENCED)
             self._take_over(sequence, destination)
         else:
-            self._state.end_quarantine(sequence, destination)
+            self._state.fence_given_up(sequence, destination)
 
     def _complete_if_all_here(self, destination: HandoffDestination) -> None:
         if destination.is_all_here:
@@ -155,7 +161,10 @@ class Receiving:
         sequence.num_received = destination.num_tokens - destination.first_missing_token
         state.counters.add(PROMPT_TOKENS_RECEIVED, sequence.num_received)
         state.counters.add(HANDOFFS, label="received")
-        sequence.blocks = state.cache.commit_shared(sequence.hashes, sequence.blocks, sequence.num_committed)
+        if sequence.is_in_step:  # a part of its first step is reading its blocks: they stay
+            state.cache.commit(sequence.hashes, sequence.blocks, sequence.num_committed)
+        else:
+            sequence.blocks = state.cache.commit_shared(sequence.hashes, sequence.blocks, sequence.num_committed)
         sequence.num_committed = len(sequence.hashes)
         if sequence.task is Task.RECEIVE_PREFIX or destination.first_token is None:
             state.finish(sequence)
@@ -164,8 +173,17 @@ class Receiving:
         sequence.answer_ids.append(destination.first_token.token_id)
         # The source sent it to the router too; should the source die, ours still arrives. Positions tell repeats.
         state.emit_tokens((destination.first_token,))
-        if sequence.finish_reason() is not None:
+        is_over = sequence.finish_reason() is not None
+        if sequence.partial is None:
+            state.counters.add(PARTIAL_STARTS, label=self._why_whole(destination, is_over=is_over).value)
+        if is_over:
             state.finish(sequence)
+
+    def _why_whole(self, destination: HandoffDestination, *, is_over: bool) -> PartialOutcome:
+        """Why its first step has not begun before all was here."""
+        if self._state.config.partial_start is PartialStart.OFF:
+            return PartialOutcome.OFF
+        return PartialOutcome.NO_STEP if is_over else destination.why_whole
 
     def find(self, handoff_id: HandoffId) -> tuple[Sequence | None, HandoffDestination | None]:
         sequence = self._state.sequences.get(handoff_id)

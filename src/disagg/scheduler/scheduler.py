@@ -61,7 +61,7 @@ from disagg.scheduler.state import SchedulerState
 from disagg.scheduler.steps import Steps
 from disagg.telemetry.counters import Counters
 
-# The busiest events; they change what may run next only when they end a sequence.
+# The busiest events; they change who may be admitted only when they end a sequence.
 _QUIET = (LayersComputed, WriteFinished, WriteLanded)
 
 
@@ -101,7 +101,7 @@ class Scheduler:
         if not isinstance(event, _QUIET) or self._state.take_has_freed():
             self._admit()
             self._ask_reservations()
-            self._steps.start()
+        self._steps.start()  # what has landed may be what a part of a step waits for
         return self._state.take_actions()
 
     def next_wake_s(self) -> float:
@@ -141,7 +141,7 @@ class Scheduler:
             counters=tuple(CounterValue(*item) for item in self._state.counters.items()),
             step_costs=msgspec.structs.astuple(self._state.step_times.costs),
             links=tuple(LinkState(peer, link.bytes_per_s) for peer, link in self._state.links.items()),
-            num_decoding=self._state.num_in_state(SequenceState.DECODING),
+            num_decoding=self._state.table.num_in_state(SequenceState.DECODING),
         )
 
     def check_invariants(self) -> None:

@@ -64,12 +64,17 @@ class Sending:
         if source.state is SourceState.ASKING:
             self._tell_request(sequence, source)
         elif source.state in (SourceState.DRAINING, SourceState.DELIVERED):
-            self._state.tell(source.peer, FinishPrefill(source.handoff_id, source.fence, source.first_token))
+            self._tell_finish(source)
 
     def _tell_request(self, sequence: Sequence, source: HandoffSource) -> None:
         lease_s = self._state.config.lease_s
         request = RequestReservation(source.handoff_id, source.fence, sequence.num_to_read, lease_s)
         self._state.tell(source.peer, request)
+
+    def _tell_finish(self, source: HandoffSource) -> None:
+        link = self._state.links.get(source.peer)
+        bytes_per_s = link.bytes_per_s if link is not None else 0.0
+        self._state.tell(source.peer, FinishPrefill(source.handoff_id, source.fence, source.first_token, bytes_per_s))
 
     def on_layers_computed(self, event: LayersComputed, rows: tuple[tuple[Sequence, int, int], ...]) -> None:
         """rows: (sequence, first, past-the-last token of its chunk) of the running step."""
@@ -89,7 +94,7 @@ class Sending:
         source.first_token = first_token
         source.machine.fire(SourceTrigger.PREFILL_FINISHED)
         self._state.move(sequence, SequenceTrigger.PROMPT_COMPUTED_FOR_PEER)
-        self._state.tell(source.peer, FinishPrefill(source.handoff_id, source.fence, first_token))
+        self._tell_finish(source)
         self._finish_if_done(sequence, source)
 
     def on_write_finished(self, event: WriteFinished) -> None:

@@ -7,9 +7,11 @@ from disagg.kvcache.block_hash import BlockHash
 from disagg.policy.batching import PromptWork
 from disagg.protocol.handoff import DestinationState
 from disagg.protocol.lifecycle import SEQUENCE_TABLE, SequenceState
+from disagg.protocol.messages import PromptReport, SequenceReport
 from disagg.protocol.table import Machine
 from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.engine import Scoring, StepRow, TokenHistory
+from disagg.scheduler.partial_step import PartialStep
 from disagg.scheduler.source import HandoffSource
 
 OVER = (SequenceState.CLOSING, SequenceState.ENDED)
@@ -43,6 +45,7 @@ class Sequence:
         "num_expected",
         "num_received",
         "num_to_read",
+        "partial",
         "prompt_logprobs",
         "refused_since_s",
         "root",
@@ -73,6 +76,7 @@ class Sequence:
         self.machine = Machine(SEQUENCE_TABLE, f"{spec.sequence_id} ({task.value})")
         self.source: HandoffSource | None = None
         self.destination: HandoffDestination | None = None
+        self.partial: PartialStep | None = None  # its first step, while that has begun before all KV was here
         self.blocks: tuple[BlockId, ...] = ()
         self.hashes: list[BlockHash] = []
         self.answer_ids = list(emitted_ids)
@@ -185,6 +189,23 @@ class Sequence:
             return self.spec.prompt_ids[start:stop]
         answer = tuple(self.answer_ids[max(0, start - num_prompt) : stop - num_prompt])
         return self.spec.prompt_ids[start:] + answer
+
+    def prompt_report(self) -> PromptReport:
+        """How the prompt was read here."""
+        return PromptReport(self.attempt_id, self.num_cached, self.num_to_read - self.num_cached)
+
+    def end_report(self) -> SequenceReport:
+        """What this worker has done for it, once its part has ended well."""
+        source = self.source
+        return SequenceReport(
+            sequence_id=self.sequence_id,
+            task=self.task,
+            finish_reason=self.finish_reason() if self.writes_answer else None,
+            num_computed_tokens=min(self.num_computed, self.num_to_read) - self.num_cached - self.num_received,
+            num_received_tokens=self.num_received,
+            handoff_bytes=source.acknowledged_bytes if source else 0,
+            hidden_bytes=source.hidden_bytes if source else 0,
+        )
 
     def start_over(self) -> None:
         """Preempted: its blocks are gone, all tokens so far are to be read again."""

@@ -12,18 +12,13 @@ from disagg.kvcache.kv_cache import KvCache
 from disagg.policy.batching import order_prompts
 from disagg.policy.fairness import TenantService
 from disagg.policy.link_rate import LinkRate
+from disagg.policy.partial_start import PartialOutcome
 from disagg.policy.step_time import StepTimes
 from disagg.protocol.handoff import DestinationState, DestinationTrigger, SourceState, SourceTrigger
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
-from disagg.protocol.messages import (
-    CancelHandoff,
-    PromptReport,
-    ReportFailure,
-    SequenceReport,
-    WorkerCard,
-    WorkerToWorker,
-)
+from disagg.protocol.messages import CancelHandoff, ReportFailure, WorkerCard, WorkerToWorker
 from disagg.scheduler.actions import Action, RevokeGrant, SendToPeer, SendToRouter, StopPushes
+from disagg.scheduler.begun_steps import BegunSteps
 from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.leases import Leases
@@ -55,6 +50,7 @@ class SchedulerState:
         self.is_draining = False
         self.cache = KvCache(config.num_blocks, config.layout.block_size, self.root_of(""))
         self.counters = Counters()
+        self.begun = BegunSteps(self.counters)
         # In order of arrival. An attempt that was dropped stays until nothing uses its blocks any more.
         self.sequences: dict[HandoffId, Sequence] = {}
         self.leases = Leases(self.sequences)
@@ -98,6 +94,7 @@ class SchedulerState:
 
     def preempt(self, sequence: Sequence) -> None:
         """A stream gives up its blocks and starts over; from now on it waits for room like one that was refused it."""
+        self.begun.give_up(sequence, PartialOutcome.DROPPED)
         self.cache.release(sequence.blocks)
         sequence.blocks = ()
         sequence.start_over()
@@ -168,8 +165,7 @@ class SchedulerState:
         self._outgoing.emit(tokens)
 
     def report_prompt(self, sequence: Sequence) -> None:
-        num_computed = sequence.num_to_read - sequence.num_cached
-        self._outgoing.report_prompt(PromptReport(sequence.attempt_id, sequence.num_cached, num_computed))
+        self._outgoing.report_prompt(sequence.prompt_report())
 
     def take_actions(self) -> list[Action]:
         """What is to be done since the last call, in order."""
@@ -215,20 +211,7 @@ class SchedulerState:
         """This worker's part has ended well."""
         self.move(sequence, SequenceTrigger.FINISHED)
         source = sequence.source
-        reason = sequence.finish_reason() if sequence.writes_answer else None
-        self._outgoing.report_end(
-            SequenceReport(
-                sequence_id=sequence.sequence_id,
-                task=sequence.task,
-                finish_reason=reason,
-                num_computed_tokens=min(sequence.num_computed, sequence.num_to_read)
-                - sequence.num_cached
-                - sequence.num_received,
-                num_received_tokens=sequence.num_received,
-                handoff_bytes=source.acknowledged_bytes if source else 0,
-                hidden_bytes=source.hidden_bytes if source else 0,
-            )
-        )
+        self._outgoing.report_end(sequence.end_report())
         if source is not None:
             self.counters.add(HANDOFFS, label="sent")
             self.counters.add(HANDOFF_BYTES, source.hidden_bytes, label="hidden")
@@ -252,6 +235,7 @@ class SchedulerState:
             return
         self._live.pop(sequence.sequence_id, None)
         self._has_freed = True
+        self.begun.give_up(sequence, PartialOutcome.DROPPED)
         in_use = sequence.is_in_step
         in_use |= self._cancel_source(sequence, failure, tell_peer=tell_peer)
         in_use |= self._cancel_destination(sequence, failure, tell_peer=tell_peer)
@@ -268,8 +252,12 @@ class SchedulerState:
             return
         if sequence.source is not None and sequence.source.state is SourceState.STOPPING:
             return
-        if sequence.destination is not None and sequence.destination.state is DestinationState.FENCING:
+        destination = sequence.destination
+        if destination is not None and destination.state is DestinationState.FENCING:
             return
+        if destination is not None and destination.state is DestinationState.IN_STEP:
+            destination.machine.fire(DestinationTrigger.STEP_OVER)
+            self._end_quarantine(sequence, destination)
         self.move(sequence, SequenceTrigger.RELEASED)
         self._forget(sequence)
 
@@ -296,12 +284,20 @@ class SchedulerState:
             return destination.complete_until() // self.cache.block_size
         return sequence.num_committed
 
-    def end_quarantine(self, sequence: Sequence, destination: HandoffDestination) -> None:
-        """The fence holds: keep what is complete and verified, free the rest."""
+    def fence_given_up(self, sequence: Sequence, destination: HandoffDestination) -> None:
+        """No late byte can land any more; but a part of its first step may still be in the engine."""
+        if sequence.is_in_step:
+            destination.machine.fire(DestinationTrigger.GRANT_FENCED_IN_STEP)
+            return
+        destination.machine.fire(DestinationTrigger.GRANT_FENCED)
+        self._end_quarantine(sequence, destination)
+        self.end_if_unused(sequence)
+
+    def _end_quarantine(self, sequence: Sequence, destination: HandoffDestination) -> None:
+        """Keep what is complete and verified, free the rest."""
         if destination.allocation is not None:
             num_kept = self._num_kept_blocks(sequence)
             self.cache.end_quarantine(destination.allocation, sequence.hashes, num_kept)
-        self.end_if_unused(sequence)
 
     def _cancel_source(self, sequence: Sequence, failure: Failure, *, tell_peer: bool) -> bool:
         """True when the transport may still read our blocks."""
@@ -330,7 +326,9 @@ class SchedulerState:
         if destination.allocation is None:
             return False
         self.counters.add(HANDOFFS, label="receive_cancelled")
-        self.cache.quarantine(destination.allocation)
+        self.cache.quarantine(destination.allocation, keeps_empty=sequence.is_in_step)
+        if sequence.is_in_step:
+            sequence.blocks = destination.allocation.empty  # until the part that is in the engine is back
         if was is DestinationState.RECEIVING:  # else it has been revoked already
             self.act(RevokeGrant(destination.grant_key))
         return True
@@ -343,7 +341,11 @@ class SchedulerState:
         self.tenants.check_invariants()
         self.table.check_invariants(self.sequences.values())
         self.leases.check_invariants(self.now_s)
+        self.begun.check_invariants()
+        begun = set(self.begun)
         for sequence in self.sequences.values():
+            if (sequence.partial is not None) != (sequence in begun):
+                raise InternalFault(f"{sequence.attempt_id} has begun its first step and is not listed")
             if sequence.is_counted != sequence.reads_here:
                 raise InternalFault(f"{sequence.attempt_id} is {sequence.state} and counted otherwise")
         for peer, link in self.links.items():
@@ -358,14 +360,12 @@ class SchedulerState:
                 raise InternalFault(f"{attempt_id} is {sequence.state} and listed otherwise")
             held = [*sequence.blocks]
             destination = sequence.destination
-            if destination is not None and destination.allocation is not None:
+            if destination is not None:
                 destination.check_invariants()
-                if destination.state in (DestinationState.RECEIVING, DestinationState.COMPLETE):
-                    held += destination.allocation.cached + destination.allocation.empty
-                    apart[BlockState.RESERVED].update(destination.allocation.reserved)
-                elif destination.state is DestinationState.FENCING:
-                    held += destination.allocation.cached
-                    apart[BlockState.QUARANTINED].update(destination.allocation.reserved)
+                mine, others = destination.blocks_in_use()
+                held += mine
+                for kind, kept in others.items():
+                    apart[kind].update(kept)
             for block in held:
                 users[block] += 1
         if users != pool.refcounts():

@@ -20,6 +20,7 @@ from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
 from disagg.scheduler.actions import RunStep
 from disagg.scheduler.engine import StepPlan, StepResult, StepRow
 from disagg.scheduler.events import LayersComputed, StepFailed, StepFinished, StepsFinished
+from disagg.scheduler.partial_starts import PartialStarts
 from disagg.scheduler.sending import Sending
 from disagg.scheduler.sequence import OVER, Sequence
 from disagg.scheduler.state import SchedulerState
@@ -44,6 +45,8 @@ class Steps:
     def __init__(self, state: SchedulerState, sending: Sending) -> None:
         self._state = state
         self._sending = sending
+        self._partials = PartialStarts(state)
+        self._was_part = False  # what ran last
         self._running: StepPlan | None = None
         self._rows: tuple[_Row, ...] = ()
         self._shape = StepShape()
@@ -56,11 +59,27 @@ class Steps:
         return self._running is not None
 
     def start(self) -> None:
-        """Plan and start the next step, if there is something to do and none runs."""
+        """Plan and start the next step, or a part of one, if there is something to do and none runs."""
         if self._running is not None:
             return
+        # Parts and shared steps take turns, so that nobody waits for more than one part.
+        is_running = self._try_start_part(is_turn=not self._was_part) or self._try_start_shared()
+        if not is_running and self._was_part:
+            self._try_start_part(is_turn=True)
+
+    def _try_start_part(self, *, is_turn: bool) -> bool:
+        part = self._partials.try_start(is_turn=is_turn)
+        if part is None:
+            return False
+        part.sequence.is_in_step = True
+        self._rows, self._planned, self._num_open = ((part.sequence, part.row),), (), None
+        self._run(StepPlan(StepId(self._next_step), (part.row,), layers=part.layers, carried=part.carried))
+        return True
+
+    def _try_start_shared(self) -> bool:
         alone = self._chunks(StepShape()) if self._state.config.budget.prompts_alone else []
         streams = [] if alone else self._streams()
+        self._partials.join(streams)
         rows: list[_Row] = []
         context = 0
         for stream in streams:
@@ -77,13 +96,17 @@ class Steps:
                 sequence.source.start_step()
         rows += prompts
         if not rows:
-            return
+            return False
         self._rows, self._shape = tuple(rows), shape
         self._planned, self._num_open = self._state.table.streams(), None
         plan_rows = tuple([row for _, row in rows])
-        self._running = StepPlan(StepId(self._next_step), plan_rows, self._report_every(prompts))
+        self._run(StepPlan(StepId(self._next_step), plan_rows, self._report_every(prompts)))
+        return True
+
+    def _run(self, plan: StepPlan) -> None:
+        self._running, self._was_part = plan, plan.layers is not None
         self._next_step += 1
-        self._state.act(RunStep(self._running))
+        self._state.act(RunStep(plan))
 
     def _chunks(self, streams: StepShape) -> list[tuple[Sequence, int]]:
         """Prompts of a step with these streams, and how many tokens of each."""
@@ -160,13 +183,30 @@ class Steps:
         # An engine that reports no layers, or not the last one, loses nothing: what is left goes now.
         if plan.report_every:
             self.on_layers_computed(LayersComputed(plan.step_id, self._state.config.layout.num_layers))
+        if plan.layers is not None:
+            self._finish_part(event)
+            return
         self._count(event.duration_s)
         self._state.step_times.observe(self._shape, event.duration_s)
-        failures = dict(event.result.failures)
+        self._take(event.result)
+
+    def _finish_part(self, event: StepFinished) -> None:
+        """Its time says nothing of a whole step's."""
+        self._count(event.duration_s, kind="part")
+        ((sequence, _),) = self._rows
+        if self._partials.finish(sequence, event.result.carried):
+            self._take(event.result)
+            return
+        self._ended(event.result)
+        self._state.end_if_unused(sequence)
+
+    def _take(self, result: StepResult) -> None:
+        """What has come of each row of the step that is over."""
+        failures = dict(result.failures)
         sampled: defaultdict[Task, list[EmittedToken]] = defaultdict(list)
-        scores = {each.sequence_id: each.logprobs for each in event.result.scores}
+        scores = {each.sequence_id: each.logprobs for each in result.scores}
         block_size = self._state.cache.block_size
-        for sequence, row, token in self._ended(event.result):
+        for sequence, row, token in self._ended(result):
             state = sequence.machine.state
             if state is SequenceState.DECODING and token is not None:  # nearly all of them
                 sequence.num_computed += 1
@@ -204,6 +244,8 @@ class Steps:
         if self._running is None or state.table.streams() is not self._planned or len(self._planned) != num_rows:
             return 1
         if state.table.num_in_state(SequenceState.PREFILLING) or state.table.starts_something:
+            return 1
+        if self._partials.is_any_due():
             return 1
         if self._num_open is None:
             self._num_open = min([sequence.sure_length - len(sequence.answer_ids) for sequence, _ in self._rows]) - 1
@@ -259,6 +301,7 @@ class Steps:
             self._state.ignore(event)
             return
         for sequence, _, _ in self._ended(StepResult(event.step_id, ())):
+            self._partials.fail(sequence)
             self._state.end_if_unused(sequence)
             self._state.fail(sequence, event.failure)
 
@@ -313,9 +356,9 @@ class Steps:
         if finish_reason(sequence.spec.sampling, token.token_id, num_tokens) is not None:
             self._state.finish(sequence)
 
-    def _count(self, duration_s: float) -> None:
+    def _count(self, duration_s: float, kind: str = "") -> None:
         has_stream, has_prompt = self._shape.num_streams > 0, self._shape.num_prompt_tokens > 0
-        kind = "both" if has_prompt and has_stream else "prefill" if has_prompt else "decode"
+        kind = kind or ("both" if has_prompt and has_stream else "prefill" if has_prompt else "decode")
         counters = self._state.counters
         counters.add(STEPS, label=kind)
         counters.add(STEP_SECONDS, max(0.0, duration_s), label=kind)

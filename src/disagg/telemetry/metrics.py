@@ -70,7 +70,18 @@ _REJECTIONS = (
     "rate_limited",
 )
 _STATUSES = ("400", "401", "403", "404", "405", "408", "413", "429", "499", "500", "502", "503")
-_STEP_KINDS = ("prefill", "decode", "both")
+_STEP_KINDS = ("prefill", "decode", "both", "part")
+_PARTIAL_STARTS = (
+    "finished",
+    "joined",
+    "dropped",
+    "off",
+    "no_step",
+    "no_room",
+    "rate_unknown",
+    "wire_short",
+    "too_late",
+)
 _HANDOFF_ENDS = ("sent", "received", "send_cancelled", "receive_cancelled")
 
 # Seconds. A first token takes milliseconds to minutes, a gap a tenth of that, a whole answer minutes.
@@ -113,6 +124,14 @@ PUSH_RETRIES = Metric("disagg_push_retries_total", _C, "pushes", "Pushes sent ag
 LANDINGS_REJECTED = Metric("disagg_landings_rejected_total", _C, "pushes", "Pushes that arrived with a wrong checksum.")
 RESERVATIONS_REFUSED = Metric(
     "disagg_reservations_refused_total", _C, "reservations", "Reservations refused here.", "reason", _FAILURES
+)
+PARTIAL_STARTS = Metric(
+    "disagg_partial_starts_total",
+    _C,
+    "hand-offs",
+    "Hand-offs whose first step began before all KV was here, or why not.",
+    "outcome",
+    _PARTIAL_STARTS,
 )
 SEQUENCES = Metric(
     "disagg_sequences_total", _C, "sequences", "Sequences that ended here.", "outcome", ("finished", *_FAILURES)
@@ -233,6 +252,7 @@ WORKER_METRICS: tuple[Metric, ...] = (
     PUSH_RETRIES,
     LANDINGS_REJECTED,
     RESERVATIONS_REFUSED,
+    PARTIAL_STARTS,
     SEQUENCES,
     MESSAGES_IGNORED,
     PREEMPTIONS,

@@ -21,7 +21,16 @@ from disagg.core.request import EmittedToken, SamplingParams, TokenLogprobs
 from disagg.core.spans import KvLayout, Span
 from disagg.kvcache.memory import Memory, Segment
 from disagg.kvcache.segments import span_segments
-from disagg.scheduler.engine import OnLayers, RowScores, Scoring, StepPlan, StepResult, StepRow, TokenHistory
+from disagg.scheduler.engine import (
+    LayerRange,
+    OnLayers,
+    RowScores,
+    Scoring,
+    StepPlan,
+    StepResult,
+    StepRow,
+    TokenHistory,
+)
 from disagg.testing.memory import BytesMemory
 
 
@@ -51,13 +60,31 @@ class FakeEngine:
 
     def run_step(self, plan: StepPlan, on_layers: OnLayers) -> StepResult:
         self.num_steps += 1
-        for layer in range(self._layout.num_layers):
+        layers = plan.layers or LayerRange(0, self._layout.num_layers)
+        for layer in range(layers.start, layers.stop):
             for row in plan.rows:
                 self._write(row, layer)
             on_layers(layer + 1)
-        tokens = tuple(self._sample(row, row.sampling) for row in plan.rows if row.sampling is not None)
+        if plan.layers is not None:
+            return self._finish_part(plan, plan.layers)
+        tokens = tuple(
+            self._sample(row, row.sampling, self._seen(row, layers)) for row in plan.rows if row.sampling is not None
+        )
         scores = tuple(RowScores(row.sequence_id, _scores(row.scoring)) for row in plan.rows if row.scoring is not None)
         return StepResult(plan.step_id, tokens, scores=scores)
+
+    def _finish_part(self, plan: StepPlan, layers: LayerRange) -> StepResult:
+        """What is carried from part to part is all KV that was read, as it was when its layer ran."""
+        (row,) = plan.rows
+        num_due = self._layout.span_bytes(Span(0, row.position + len(row.token_ids), 0, layers.start))
+        if len(plan.carried) != num_due:
+            raise InternalFault(f"{len(plan.carried)} bytes are carried into {layers} of {row}, {num_due} are due")
+        seen = plan.carried + self._seen(row, layers)
+        if layers.stop < self._layout.num_layers:
+            return StepResult(plan.step_id, (), carried=seen)
+        if row.sampling is None:
+            raise InternalFault(f"the last part of {row} asks for no token")
+        return StepResult(plan.step_id, (self._sample(row, row.sampling, seen),))
 
     def prepare_grammar(self, attempt_id: HandoffId, grammar: GrammarSpec, emitted_ids: tuple[int, ...]) -> None:
         """Raises InvalidRequest for any text but "mod N"."""
@@ -72,9 +99,12 @@ class FakeEngine:
         )
         self.write(row.block_table, span, payload)
 
-    def _sample(self, row: StepRow, sampling: SamplingParams) -> EmittedToken:
-        stop = row.position + len(row.token_ids)
-        digest = hashlib.blake2b(self.read(row.block_table, Span(0, stop, 0, self._layout.num_layers)), digest_size=16)
+    def _seen(self, row: StepRow, layers: LayerRange) -> bytes:
+        """The KV that a row reads in these layers, as it lies there now."""
+        return self.read(row.block_table, Span(0, row.position + len(row.token_ids), layers.start, layers.stop))
+
+    def _sample(self, row: StepRow, sampling: SamplingParams, seen: bytes) -> EmittedToken:
+        digest = hashlib.blake2b(seen, digest_size=16)
         if not sampling.is_greedy:
             digest.update(struct.pack("<QQQ", sampling.seed, row.sequence_id.choice, row.output_position))
         token = int.from_bytes(digest.digest()[:8]) % self._vocab_size

@@ -28,6 +28,7 @@ from disagg.scheduler.scheduler import Scheduler
 
 NUM_LAYERS = 2
 LEASE_S = 3.0
+STEP_S = 1e-4  # as the engine says; what is on its way takes longer, so first steps begin early
 MAX_TURNS = 4000
 ANSWER_TOKEN = 7  # what the model always says
 
@@ -119,6 +120,7 @@ class HandoffWorld:
         self.target = Side("d", Role.DECODE, rng.randint(8, 20), other, mode, 2)
         self.now_s = 0.0
         self.num_handed_over = 0
+        self.num_parts = 0  # of steps that began before all KV was there
         self._loss, self._repeat = rng.choice([0.0, 0.0, 0.1]), rng.choice([0.0, 0.0, 0.2])
         self._corrupt = rng.choice([0.0, 0.1])
         self._pending: list[Callable[[], None]] = []
@@ -284,30 +286,32 @@ class HandoffWorld:
     # --- the engine --------------------------------------------------------------------------------------------
 
     def _compute(self, side: Side, plan: StepPlan) -> None:
-        for layers in range(1, NUM_LAYERS + 1):
+        start, stop = _layers_of(plan)
+        for layers in range(start + 1, stop + 1):
             self._pending.append(partial(self._layer, side, plan, layers))
 
     def _layer(self, side: Side, plan: StepPlan, layers: int) -> None:
         """Layers finish in order whatever the dice say; the last one ends the step."""
         if side.running is not plan:
             return
-        for layer in range(layers):
+        start, stop = _layers_of(plan)
+        for layer in range(start, layers):
             for row in plan.rows:
-                stop = row.position + len(row.token_ids)
-                span = Span(row.position, stop, layer, layer + 1)
+                span = Span(row.position, row.position + len(row.token_ids), layer, layer + 1)
                 labels = {cell: self._label(row.sequence_id, cell[1]) for cell in side.cells(span)}
                 side.write(row.block_table, span, labels)
-        if layers < NUM_LAYERS:
+        if layers < stop:
             self._handle(side, events.LayersComputed(plan.step_id, layers))
             return
         side.running = None
         self._check_contents(side, plan)
+        self.num_parts += plan.layers is not None
         tokens = tuple(
             EmittedToken(row.sequence_id, row.output_position, ANSWER_TOKEN)
             for row in plan.rows
             if row.sampling is not None
         )
-        self._handle(side, events.StepFinished(StepResult(plan.step_id, tokens), 0.0))
+        self._handle(side, events.StepFinished(StepResult(plan.step_id, tokens), STEP_S))
 
     def _label(self, sequence_id: SequenceId, token: int) -> Label:
         """Equal beginnings share blocks, the answer's tokens too, so a token is labelled by the prefix it ends."""
@@ -316,11 +320,16 @@ class HandoffWorld:
         return SequenceId(RequestId(Incarnation(hash(prefix) & (2**62 - 1)), 0), 0), token
 
     def _check_contents(self, side: Side, plan: StepPlan) -> None:
-        """Attention reads every earlier token: each must be where the block table says."""
+        """Attention reads every earlier token in the layers that run: each must be where the block table says."""
+        start, stop = _layers_of(plan)
         for row in plan.rows:
-            self.num_handed_over += side is self.target and row.output_position == 1
-            span = Span(0, row.position + len(row.token_ids), 0, NUM_LAYERS)
+            self.num_handed_over += side is self.target and row.output_position == 1 and row.sampling is not None
+            span = Span(0, row.position + len(row.token_ids), start, stop)
             for (layer, token, _), label in side.read(row.block_table, span).items():
                 if label != self._label(row.sequence_id, token):
                     who = HandoffId(row.sequence_id, 1)
                     raise InternalFault(f"{side.card.worker_id} {who}: layer {layer} token {token} holds {label}")
+
+
+def _layers_of(plan: StepPlan) -> tuple[int, int]:
+    return (plan.layers.start, plan.layers.stop) if plan.layers is not None else (0, NUM_LAYERS)

@@ -13,7 +13,7 @@ from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import DisaggError, FailureKind, InternalFault
 from disagg.core.ids import Incarnation, RequestId, WorkerId
 from disagg.core.request import FinishReason
-from disagg.core.roles import HandoffMode, Numerics, Role
+from disagg.core.roles import HandoffMode, Numerics, PartialStart, Role
 from disagg.core.spans import KvLayout
 from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
 from disagg.dispatch.config import DispatcherConfig
@@ -120,6 +120,7 @@ class VirtualCluster:
         max_context: int = 256,
         layout: KvLayout | None = None,
         protocols: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX),
+        partial_start: PartialStart = PartialStart.AUTO,
     ) -> VirtualWorker:
         """layout: instead of block_size and dtype."""
         layout = layout or KvLayout(num_layers=3, num_kv_heads=1, head_dim=2, dtype=dtype, block_size=block_size)
@@ -150,6 +151,7 @@ class VirtualCluster:
             vocab_size=1000,
             budget=StepBudget(chunk_tokens, mixed_chunk_tokens, max_running),
             handoff_mode=mode,
+            partial_start=partial_start,
             min_push_bytes=min_push_bytes,
             max_push_bytes=512,
             answer_headroom=answer_headroom,

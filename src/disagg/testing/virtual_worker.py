@@ -133,7 +133,8 @@ class VirtualWorker:
             return
         layers: list[int] = []
         result = self.engine.run_step(plan, layers.append)
-        duration_s = time.jittered(time.timing.step_s + plan.num_tokens * time.timing.prompt_token_s)
+        share = len(layers) / self.card.layout.num_layers  # parts of steps run some of them
+        duration_s = share * time.jittered(time.timing.step_s + plan.num_tokens * time.timing.prompt_token_s)
         for num_layers in (n for n in layers if plan.is_reported(n, len(layers))):
             event = events.LayersComputed(plan.step_id, num_layers)
             time.after(duration_s * num_layers / (len(layers) + 1), partial(self.handle, event))

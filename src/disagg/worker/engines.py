@@ -34,6 +34,7 @@ class LoadedEngine(NamedTuple):
     engine: Engine
     pool: PoolCard
     memories: tuple[RankMemory, ...] = ()  # of each rank; empty: the engine's own, where nothing can be turned
+    runs_layers_apart: bool = True  # a step may begin while KV of its later layers is on the wire
 
     @property
     def rank_memories(self) -> tuple[RankMemory, ...]:
@@ -78,7 +79,8 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
         arithmetic=engine.arithmetic,
     )
     outgoing, incoming = rank_memory(engine.arena, config.kv_wire)
-    return LoadedEngine(engine, pool, (RankMemory(engine.memory, outgoing, incoming),))
+    memories = (RankMemory(engine.memory, outgoing, incoming),)
+    return LoadedEngine(engine, pool, memories, engine.runs_layers_apart)
 
 
 def _vocabulary(model_path: Path) -> tuple[str, Callable[[GrammarSpec], GrammarState]]:

@@ -13,6 +13,7 @@ from disagg.channel.lifeline import watch_parent
 from disagg.core.endpoints import TransportChoice, TransportKind
 from disagg.core.errors import ConfigurationError
 from disagg.core.ids import MAX_INCARNATION, Incarnation, WorkerId
+from disagg.core.roles import PartialStart
 from disagg.kvcache.memory import MappableMemory
 from disagg.modelfiles.fetch import resolve_model
 from disagg.policy.batching import StepBudget
@@ -147,6 +148,7 @@ def scheduler_config(config: WorkerConfig, loaded: LoadedEngine, incarnation: In
         vocab_size=loaded.pool.vocab_size,
         budget=StepBudget(config.chunk_tokens, config.mixed_chunk_tokens, config.max_running, config.itl_target_s),
         handoff_mode=config.handoff,
+        partial_start=config.partial_start if loaded.runs_layers_apart else PartialStart.OFF,
         min_push_bytes=config.min_push_bytes,
         lease_s=config.lease_s,
         grant_seed=secrets.token_bytes(GRANT_SEED_BYTES),

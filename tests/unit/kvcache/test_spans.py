@@ -73,3 +73,29 @@ def test_layers_that_nobody_wants_are_passed_over() -> None:
     assert not ledger.is_complete
     ledger.add(Span(0, 4, -3, 9))
     assert ledger.is_complete
+
+
+def test_layers_count_from_the_first_and_only_when_all_tokens_are_there() -> None:
+    ledger = SpanLedger(Span(4, 20, 0, 3))
+    assert (ledger.complete_layers(), ledger.num_missing()) == (0, 48)
+    ledger.add(Span(4, 20, 1, 2))
+    assert (ledger.complete_layers(), ledger.num_missing()) == (0, 32)
+    ledger.add(Span(0, 19, 0, 1))  # tokens that nobody wants are no gain
+    assert (ledger.complete_layers(), ledger.num_missing()) == (0, 17)
+    ledger.add(Span(19, 99, 0, 1))
+    assert (ledger.complete_layers(), ledger.num_missing()) == (2, 16)
+    ledger.add(Span(4, 20, 2, 3))
+    assert (ledger.complete_layers(), ledger.num_missing()) == (3, 0)
+
+
+def test_a_layer_is_there_when_all_its_groups_of_heads_are() -> None:
+    ledger = SpanLedger(Span(0, 8, 0, 2, 0, 4), group_heads=2)
+    ledger.add(Span(0, 8, 0, 2, 0, 2))
+    assert (ledger.complete_layers(), ledger.num_missing()) == (0, 8)
+    ledger.add(Span(0, 8, 0, 1, 2, 4))
+    assert (ledger.complete_layers(), ledger.num_missing()) == (1, 4)
+
+
+def test_where_nothing_is_wanted_every_layer_is_there() -> None:
+    ledger = SpanLedger(Span(12, 12, 0, 2))
+    assert (ledger.complete_layers(), ledger.num_missing()) == (2, 0)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from disagg.core.errors import InternalFault
-from disagg.protocol.handoff import DESTINATION_TABLE, SOURCE_TABLE
+from disagg.protocol.handoff import DESTINATION_TABLE, PARTIAL_TABLE, SOURCE_TABLE
 from disagg.protocol.lifecycle import CHOICE_TABLE, SEQUENCE_TABLE, SequenceState, SequenceTrigger
 from disagg.protocol.table import Machine, TransitionTable
 from disagg.protocol.tables import TABLES
@@ -15,8 +15,8 @@ every_table = pytest.mark.parametrize("table", TABLES, ids=lambda table: table.n
 
 
 def test_the_list_of_tables_is_whole() -> None:
-    assert set(TABLES) == {SEQUENCE_TABLE, CHOICE_TABLE, SOURCE_TABLE, DESTINATION_TABLE}
-    assert len({table.name for table in TABLES}) == 4
+    assert set(TABLES) == {SEQUENCE_TABLE, CHOICE_TABLE, SOURCE_TABLE, DESTINATION_TABLE, PARTIAL_TABLE}
+    assert len({table.name for table in TABLES}) == 5
 
 
 def members(example: enum.Enum) -> set[enum.Enum]:

@@ -10,7 +10,7 @@ from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.formats import KvWire
 from disagg.core.ids import Fence, HandoffId, Incarnation, RequestId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
-from disagg.core.roles import HandoffMode, Numerics, Role, Task
+from disagg.core.roles import HandoffMode, Numerics, PartialStart, Role, Task
 from disagg.core.spans import KvLayout
 from disagg.policy.batching import StepBudget
 from disagg.protocol.handoff import GrantKey, decode_grant_key
@@ -78,6 +78,7 @@ class Solo:
         num_blocks: int = 16,
         budget: StepBudget | None = None,
         mode: HandoffMode = HandoffMode.LAYERWISE,
+        partial_start: PartialStart = PartialStart.AUTO,
         min_push_bytes: int = 0,
         max_push_bytes: int = 10**9,
         reserve_ahead: int = 2,
@@ -98,6 +99,7 @@ class Solo:
             vocab_size=VOCAB,
             budget=budget or StepBudget(chunk_tokens=64, mixed_chunk_tokens=8, max_running=16),
             handoff_mode=mode,
+            partial_start=partial_start,
             min_push_bytes=min_push_bytes,
             max_push_bytes=max_push_bytes,
             lease_s=lease_s,
@@ -177,7 +179,7 @@ class Solo:
         return self.handle(events.LayersComputed(self.plan.step_id, num_layers))
 
     def finish_step(self, token_id: int = 7, seconds: float = 0.01) -> list[Action]:
-        """The running step ends; each row that samples gets the same token."""
+        """The running step ends; each row that samples gets the same token. A part carries the layers that have run."""
         assert self.plan is not None, "no step runs"
         plan, self.plan = self.plan, None
         tokens = tuple(
@@ -185,7 +187,9 @@ class Solo:
             for row in plan.rows
             if row.sampling is not None
         )
-        return self.handle(events.StepFinished(StepResult(plan.step_id, tokens), seconds))
+        layers = plan.layers
+        carried = plan.carried + bytes(range(layers.start, layers.stop)) if layers is not None else b""
+        return self.handle(events.StepFinished(StepResult(plan.step_id, tokens, carried=carried), seconds))
 
     def compute_step(self, engine: FakeEngine) -> list[Action]:
         """The running step ends with what this engine makes of it."""

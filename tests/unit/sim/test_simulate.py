@@ -149,7 +149,7 @@ def test_a_line_between_sites_is_shared_by_all_that_cross_it(fidelity: Fidelity)
         return simulate(scenario(workers, work(30), fidelity, lines=lines), 0).report.first_gap_s.mean
 
     wan = SiteLine("north", "south", Link(bandwidth_bytes_s=1e9, latency_s=0.02))
-    assert gap(wan) > gap() + 0.02
+    assert gap(wan) > max(gap(), 0.02)  # a first step may begin meanwhile, so its time need not come on top
 
 
 def test_what_misses_the_targets_is_put_down_to_a_stage() -> None:
