@@ -1,6 +1,7 @@
 """Prometheus exposition of the router's own metrics and of what its workers report. Names come from the one table."""
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import Protocol
@@ -112,6 +113,8 @@ def _values(metric: table.Metric, record: WorkerRecord) -> list[tuple[str, float
         table.SEQUENCES_RUNNING.name: [("", state.num_running)],
         table.HANDOFFS_OPEN.name: [("", state.num_handoffs)],
         table.WORKER_UP.name: [("", 1)],
+        table.LINKS.name: list(Counter(link.transport for link in state.links if link.transport).items()),
+        table.LINK_RATE.name: [(link.peer, link.measured_bytes_per_s) for link in state.links if link.transport],
     }
     if metric.name in gauges:
         return [(label, float(value)) for label, value in gauges[metric.name]]

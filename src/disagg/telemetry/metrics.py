@@ -46,12 +46,16 @@ BLOCKS_EVICTED = Metric("disagg_blocks_evicted_total", _C, "Cached blocks given 
 PAIRINGS_REFUSED = Metric("disagg_pairings_refused_total", _C, "Peers that cannot exchange KV with this worker.")
 DATA_REFUSED = Metric("disagg_data_refused_total", _C, "Data connections and frames turned away.", "reason")
 PEERS_REFUSED = Metric("disagg_peers_refused_total", _C, "Control connections of peers turned away.", "reason")
+TRANSPORTS_CHOSEN = Metric("disagg_transports_chosen_total", _C, "Peers met, by why their transport.", "reason")
+SLOW_LINKS = Metric("disagg_slow_links_total", _C, "Links found far slower than they should be.", "transport")
 
 # --- gauges of workers -------------------------------------------------------------------------------------------
 BLOCKS = Metric("disagg_blocks", _G, "KV blocks by state.", "state")
 SEQUENCES_WAITING = Metric("disagg_sequences_waiting", _G, "Sequences without blocks.")
 SEQUENCES_RUNNING = Metric("disagg_sequences_running", _G, "Sequences with blocks.")
 HANDOFFS_OPEN = Metric("disagg_handoffs_open", _G, "Hand-offs under way, both ends.")
+LINKS = Metric("disagg_links", _G, "Paired peers, by what carries KV to them.", "transport")
+LINK_RATE = Metric("disagg_link_bytes_per_second", _G, "Measured when two workers met.", "peer")
 WORKER_UP = Metric("disagg_worker_up", _G, "1 while the worker is connected.")
 
 # --- counted by the router ---------------------------------------------------------------------------------------
@@ -89,10 +93,14 @@ WORKER_METRICS: tuple[Metric, ...] = (
     PAIRINGS_REFUSED,
     DATA_REFUSED,
     PEERS_REFUSED,
+    TRANSPORTS_CHOSEN,
+    SLOW_LINKS,
     BLOCKS,
     SEQUENCES_WAITING,
     SEQUENCES_RUNNING,
     HANDOFFS_OPEN,
+    LINKS,
+    LINK_RATE,
     WORKER_UP,
 )
 ROUTER_METRICS: tuple[Metric, ...] = (

@@ -16,7 +16,7 @@ from disagg.testing.memory import BytesLanding, BytesMemory, StagedLanding
 from disagg.transport.api import Receiver, Sender, TransportEvent, Write
 from disagg.transport.capability import frame_proof, grant_name, hello_proof
 from disagg.transport.in_process import Fault, InProcessNetwork
-from disagg.transport.tcp_link import TcpSenderConfig
+from disagg.transport.tcp_connection import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.transport.wire import (
