@@ -20,9 +20,9 @@ from tests.unit.transport.rigs import (
     PREFILL,
     RECEIVER_INCARNATION,
     EventLog,
+    SharedMemoryRig,
     write_of,
 )
-from tests.unit.transport.shared_memory_rig import SharedMemoryRig
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import InternalFault, PeerLost
