@@ -1,8 +1,9 @@
 """Copying and summing runs of bytes in mapped arenas, by calls that let other threads run.
 
-A run of at least LONG_RUN_BYTES is copied piece by piece. Shorter ones are taken together as rows of one table: so many
-bytes per call, however they are scattered, because each call that gives the interpreter away may have to wait long to
-get it back.
+Where the compiled library is there, it copies and sums some MiB of runs per call, each piece while it is in cache.
+Elsewhere a run of at least LONG_RUN_BYTES is copied piece by piece, and shorter ones are taken together as rows of one
+table: so many bytes per call, however they are scattered, because each call that gives the interpreter away may have to
+wait long to get it back.
 
     rows      the arena as a table whose row is the greatest size that all offsets and lengths are multiples of
     scratch   WINDOW_BYTES, in cache: rows are gathered into it, summed there, and scattered from it
@@ -16,20 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from disagg.core.errors import InternalFault
 from disagg.kvcache.memory import MappableMemory, Segment
+from disagg.transport.native_runs import MIN_BYTES, Bytes, Ints, NativeSum, native_runs
 from disagg.transport.segments import copy_views, total_bytes
 
 WINDOW_BYTES = 256 << 10
 PROGRESS_BYTES = 2 << 20
 LONG_RUN_BYTES = 128 << 10  # above this xxhash and numpy let other threads run, and one call costs little
 MIN_ROW_BYTES = 1024  # smaller rows cost more per byte than runs taken one by one
-
-Bytes = npt.NDArray[np.uint8]
-_Ints = npt.NDArray[np.int64]
 
 
 def whole_arena(memory: MappableMemory) -> Bytes:
@@ -61,20 +59,40 @@ class MappedArena:
 
 
 class _Pieces(msgspec.Struct, frozen=True):
-    """Runs of equal length in two arenas (or one), as arrays of offsets."""
+    """Runs of equal length in two arenas (or one), as arrays of offsets, each of its own memory without gaps."""
 
-    source: _Ints
-    destination: _Ints
-    lengths: _Ints
+    source: Ints
+    destination: Ints
+    lengths: Ints
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.lengths.sum())
 
     @property
     def row_bytes(self) -> int:
         """Size of a row that divides every offset and length; 0 when the runs are better taken one by one."""
         num_pieces = len(self.lengths)
-        if num_pieces < 2 or int(self.lengths.sum()) >= num_pieces * LONG_RUN_BYTES:
+        if num_pieces < 2 or self.num_bytes >= num_pieces * LONG_RUN_BYTES:
             return 0
         size = int(np.gcd.reduce(np.concatenate((self.source, self.destination, self.lengths))))
         return size if MIN_ROW_BYTES <= size <= WINDOW_BYTES else 0
+
+    def checked(self, source: Bytes, destination: Bytes) -> "_Pieces":
+        """Raises InternalFault for runs that leave their arena: compiled code would write there."""
+        for arena, starts in ((source, self.source), (destination, self.destination)):
+            if len(starts) and (starts.min() < 0 or (starts + self.lengths).max() > arena.nbytes):
+                raise InternalFault(f"runs leave their arena of {arena.nbytes} bytes; they must lie within")
+        return self
+
+    def cut(self, max_bytes: int) -> "_Pieces":
+        """The same bytes, no run longer than max_bytes."""
+        if not len(self.lengths) or int(self.lengths.max()) <= max_bytes:
+            return self
+        counts = -(-self.lengths // max_bytes)
+        within = (np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)) * max_bytes
+        lengths = np.minimum(np.repeat(self.lengths, counts) - within, max_bytes)
+        return _Pieces(np.repeat(self.source, counts) + within, np.repeat(self.destination, counts) + within, lengths)
 
 
 def copy_runs(
@@ -86,17 +104,34 @@ def copy_runs(
 ) -> int:
     """Copy runs of equal total, however each side is cut. Returns the XXH3 of the bytes in order.
 
-    `on_progress` is told, from time to time before the end, how many of the first bytes are in place.
+    `on_progress` is told, from time to time before the end, how many of the first bytes are in place. Raises
+    InternalFault for runs outside their arena.
     """
+    pieces = _paired(source_runs, destination_runs).checked(source, destination)
+    native = native_runs()
+    if native is not None and pieces.num_bytes >= MIN_BYTES:
+        return _copy_natively(native.begin(), source, destination, pieces, on_progress)
     digest = xxhash.xxh3_64()
     num_bytes = told = 0
-    for window in _copy_windows(source, destination, _paired(source_runs, destination_runs)):
+    for window in _copy_windows(source, destination, pieces):
         digest.update(window.data)
         if num_bytes - told >= PROGRESS_BYTES:  # of the windows before: this one need not be in place yet
             told = num_bytes
             on_progress(told)
         num_bytes += window.nbytes
     return digest.intdigest()
+
+
+def _copy_natively(
+    digest: NativeSum, source: Bytes, destination: Bytes, pieces: _Pieces, on_progress: Callable[[int], None]
+) -> int:
+    pieces, num_done, num_bytes = pieces.cut(PROGRESS_BYTES), 0, pieces.num_bytes
+    for now, size in _groups(pieces.lengths, PROGRESS_BYTES):
+        digest.copy(source, pieces.source[now], destination, pieces.destination[now], pieces.lengths[now])
+        num_done += size
+        if num_done < num_bytes:
+            on_progress(num_done)
+    return digest.end()
 
 
 def _copy_windows(source: Bytes, destination: Bytes, pieces: _Pieces) -> Iterator[Bytes]:
@@ -133,8 +168,16 @@ class RunSum:
     """The XXH3 of runs in order, as they lie; taken as far as they are in place already."""
 
     def __init__(self, arena: Bytes, runs: Sequence[Segment]) -> None:
-        self._digest = xxhash.xxh3_64()
-        self._windows = self._sum_windows(arena, _paired(runs, runs))
+        """Raises InternalFault for runs outside the arena."""
+        pieces = _paired(runs, runs).checked(arena, arena)
+        native = native_runs()
+        digest = native.begin() if native is not None and pieces.num_bytes >= MIN_BYTES else xxhash.xxh3_64()
+        self._finish: Callable[[], int]
+        self._windows: Iterator[int]
+        if isinstance(digest, NativeSum):
+            self._windows, self._finish = _sum_natively(digest, arena, pieces.cut(WINDOW_BYTES)), digest.end
+        else:
+            self._windows, self._finish = _sum_windows(digest, arena, pieces), digest.intdigest
         self._next_bytes = next(self._windows, 0)  # of the window to be summed next; 0 at the end
         self._num_bytes = 0
 
@@ -148,25 +191,43 @@ class RunSum:
         """All are in place."""
         while self._next_bytes:
             self.advance(self._num_bytes + self._next_bytes)
-        return self._digest.intdigest()
+        return self._finish()
 
-    def _sum_windows(self, arena: Bytes, pieces: _Pieces) -> Iterator[int]:
-        """Yields the size of each window before it is summed."""
-        if size := pieces.row_bytes:
-            table, wanted = _table(arena, size), _rows(pieces.source, pieces.lengths, size)
-            per_window = WINDOW_BYTES // size
-            scratch = np.empty((per_window, size), np.uint8)
-            for at in range(0, len(wanted), per_window):
-                window = scratch[: len(wanted) - at]
-                yield window.nbytes
-                np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
-                self._digest.update(window.data)
-            return
-        for start, _, length in zip(*_plain(pieces), strict=True):
-            for at in range(start, start + length, WINDOW_BYTES):
-                window = arena[at : min(at + WINDOW_BYTES, start + length)]
-                yield window.nbytes
-                self._digest.update(window.data)
+
+def _sum_natively(digest: NativeSum, arena: Bytes, pieces: _Pieces) -> Iterator[int]:
+    """Yields the size of each window before it is summed."""
+    for now, size in _groups(pieces.lengths, WINDOW_BYTES):
+        yield size
+        digest.add(arena, pieces.source[now], pieces.lengths[now])
+
+
+def _sum_windows(digest: xxhash.xxh3_64, arena: Bytes, pieces: _Pieces) -> Iterator[int]:
+    """The same without compiled code."""
+    if size := pieces.row_bytes:
+        table, wanted = _table(arena, size), _rows(pieces.source, pieces.lengths, size)
+        per_window = WINDOW_BYTES // size
+        scratch = np.empty((per_window, size), np.uint8)
+        for at in range(0, len(wanted), per_window):
+            window = scratch[: len(wanted) - at]
+            yield window.nbytes
+            np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
+            digest.update(window.data)
+        return
+    for start, _, length in zip(*_plain(pieces), strict=True):
+        for at in range(start, start + length, WINDOW_BYTES):
+            window = arena[at : min(at + WINDOW_BYTES, start + length)]
+            yield window.nbytes
+            digest.update(window.data)
+
+
+def _groups(lengths: Ints, max_bytes: int) -> Iterator[tuple[slice, int]]:
+    """Runs that follow each other, up to max_bytes together but one at least; and how many bytes they are."""
+    ends = np.cumsum(lengths)
+    at = done = 0
+    while at < len(ends):
+        stop = max(int(np.searchsorted(ends, done + max_bytes, side="right")), at + 1)
+        yield slice(at, stop), int(ends[stop - 1]) - done
+        at, done = stop, int(ends[stop - 1])
 
 
 def _paired(source: Sequence[Segment], destination: Sequence[Segment]) -> _Pieces:
@@ -175,7 +236,7 @@ def _paired(source: Sequence[Segment], destination: Sequence[Segment]) -> _Piece
         raise InternalFault(f"{total_bytes(source)} bytes for runs of {total_bytes(destination)}; they must be equal")
     ours, theirs = _columns(source), _columns(destination)
     if np.array_equal(ours[:, 1], theirs[:, 1]):
-        return _Pieces(ours[:, 0], theirs[:, 0], ours[:, 1])
+        return _Pieces(*map(np.ascontiguousarray, (ours[:, 0], theirs[:, 0], ours[:, 1])))
     # Positions in the byte stream where some run starts, on either side.
     starts, their_starts = (np.cumsum(side[:, 1]) - side[:, 1] for side in (ours, theirs))
     total = int(ours[:, 1].sum())
@@ -185,14 +246,14 @@ def _paired(source: Sequence[Segment], destination: Sequence[Segment]) -> _Piece
     return _Pieces(_offsets(ours, starts, edges), _offsets(theirs, their_starts, edges), lengths)
 
 
-def _offsets(columns: _Ints, starts: _Ints, edges: _Ints) -> _Ints:
+def _offsets(columns: Ints, starts: Ints, edges: Ints) -> Ints:
     """Where in the arena each position of the byte stream lies."""
     run = np.searchsorted(starts, edges, side="right") - 1
-    found: _Ints = columns[run, 0] + edges - starts[run]
+    found: Ints = columns[run, 0] + edges - starts[run]
     return found
 
 
-def _columns(runs: Sequence[Segment]) -> _Ints:
+def _columns(runs: Sequence[Segment]) -> Ints:
     """[number of non-empty runs, 2]: offset, length."""
     flat = np.fromiter(itertools.chain.from_iterable(runs), np.int64, 2 * len(runs))
     columns = flat.reshape(-1, 2)
@@ -204,7 +265,7 @@ def _table(arena: Bytes, size: int) -> Bytes:
     return arena[: len(arena) // size * size].reshape(-1, size)
 
 
-def _rows(offsets: _Ints, lengths: _Ints, size: int) -> _Ints:
+def _rows(offsets: Ints, lengths: Ints, size: int) -> Ints:
     """Indices of all rows of the runs, in order."""
     counts = lengths // size
     before = np.cumsum(counts) - counts
