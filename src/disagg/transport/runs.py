@@ -10,19 +10,18 @@ wait long to get it back.
 """
 
 import contextlib
-import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
 import numpy as np
 import xxhash
 
 from disagg.core.errors import InternalFault
-from disagg.kvcache.memory import MappableMemory, Segment
-from disagg.transport.native_runs import MIN_BYTES, Bytes, Ints, NativeSum, native_runs
-from disagg.transport.segments import copy_views, total_bytes
+from disagg.kvcache.memory import MappableMemory, Memory, Segment
+from disagg.transport.native_runs import MIN_BYTES, NativeSum, native_runs
+from disagg.transport.pieces import Bytes, Ints, Runs, paired, runs_of
+from disagg.transport.segments import copy_views
 
 WINDOW_BYTES = 256 << 10
 PROGRESS_BYTES = 2 << 20
@@ -30,10 +29,17 @@ LONG_RUN_BYTES = 128 << 10  # above this xxhash and numpy let other threads run,
 MIN_ROW_BYTES = 1024  # smaller rows cost more per byte than runs taken one by one
 
 
-def whole_arena(memory: MappableMemory) -> Bytes:
-    """All bytes of an own arena, without mapping it once more."""
+def host_bytes(memory: Memory) -> Bytes | None:
+    """All bytes of an arena that lies in host memory, without mapping it once more; None for any other."""
+    if not isinstance(memory, MappableMemory) or memory.descriptor is None:
+        return None
     (view,) = memory.gather((Segment(0, memory.num_bytes),))
     return np.frombuffer(view, np.uint8)
+
+
+def lie_within(segments: Sequence[Segment], arena: Bytes | None) -> bool:
+    """Whether these are bytes of the arena itself, and not what stands for something else behind its end."""
+    return arena is not None and all(offset < arena.nbytes for offset, _ in segments)
 
 
 class MappedArena:
@@ -58,43 +64,6 @@ class MappedArena:
             self._map.close()
 
 
-class _Pieces(msgspec.Struct, frozen=True):
-    """Runs of equal length in two arenas (or one), as arrays of offsets, each of its own memory without gaps."""
-
-    source: Ints
-    destination: Ints
-    lengths: Ints
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.lengths.sum())
-
-    @property
-    def row_bytes(self) -> int:
-        """Size of a row that divides every offset and length; 0 when the runs are better taken one by one."""
-        num_pieces = len(self.lengths)
-        if num_pieces < 2 or self.num_bytes >= num_pieces * LONG_RUN_BYTES:
-            return 0
-        size = int(np.gcd.reduce(np.concatenate((self.source, self.destination, self.lengths))))
-        return size if MIN_ROW_BYTES <= size <= WINDOW_BYTES else 0
-
-    def checked(self, source: Bytes, destination: Bytes) -> "_Pieces":
-        """Raises InternalFault for runs that leave their arena: compiled code would write there."""
-        for arena, starts in ((source, self.source), (destination, self.destination)):
-            if len(starts) and (starts.min() < 0 or (starts + self.lengths).max() > arena.nbytes):
-                raise InternalFault(f"runs leave their arena of {arena.nbytes} bytes; they must lie within")
-        return self
-
-    def cut(self, max_bytes: int) -> "_Pieces":
-        """The same bytes, no run longer than max_bytes."""
-        if not len(self.lengths) or int(self.lengths.max()) <= max_bytes:
-            return self
-        counts = -(-self.lengths // max_bytes)
-        within = (np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)) * max_bytes
-        lengths = np.minimum(np.repeat(self.lengths, counts) - within, max_bytes)
-        return _Pieces(np.repeat(self.source, counts) + within, np.repeat(self.destination, counts) + within, lengths)
-
-
 def copy_runs(
     source: Bytes,
     source_runs: Sequence[Segment],
@@ -107,13 +76,13 @@ def copy_runs(
     `on_progress` is told, from time to time before the end, how many of the first bytes are in place. Raises
     InternalFault for runs outside their arena.
     """
-    pieces = _paired(source_runs, destination_runs).checked(source, destination)
+    ours, theirs = paired(runs_of(source_runs).checked(source), runs_of(destination_runs).checked(destination))
     native = native_runs()
-    if native is not None and pieces.num_bytes >= MIN_BYTES:
-        return _copy_natively(native.begin(), source, destination, pieces, on_progress)
+    if native is not None and ours.num_bytes >= MIN_BYTES:
+        return _copy_natively(native.begin(), source, ours, destination, theirs, on_progress)
     digest = xxhash.xxh3_64()
     num_bytes = told = 0
-    for window in _copy_windows(source, destination, pieces):
+    for window in _copy_windows(source, ours, destination, theirs):
         digest.update(window.data)
         if num_bytes - told >= PROGRESS_BYTES:  # of the windows before: this one need not be in place yet
             told = num_bytes
@@ -123,22 +92,23 @@ def copy_runs(
 
 
 def _copy_natively(
-    digest: NativeSum, source: Bytes, destination: Bytes, pieces: _Pieces, on_progress: Callable[[int], None]
+    digest: NativeSum, source: Bytes, ours: Runs, destination: Bytes, theirs: Runs, on_progress: Callable[[int], None]
 ) -> int:
-    pieces, num_done, num_bytes = pieces.cut(PROGRESS_BYTES), 0, pieces.num_bytes
-    for now, size in _groups(pieces.lengths, PROGRESS_BYTES):
-        digest.copy(source, pieces.source[now], destination, pieces.destination[now], pieces.lengths[now])
+    num_done, num_bytes = 0, ours.num_bytes
+    ours, theirs = ours.cut(PROGRESS_BYTES), theirs.cut(PROGRESS_BYTES)
+    for now, size in ours.groups(PROGRESS_BYTES):
+        digest.copy(source, ours.starts[now], destination, theirs.starts[now], ours.lengths[now])
         num_done += size
         if num_done < num_bytes:
             on_progress(num_done)
     return digest.end()
 
 
-def _copy_windows(source: Bytes, destination: Bytes, pieces: _Pieces) -> Iterator[Bytes]:
+def _copy_windows(source: Bytes, ours: Runs, destination: Bytes, theirs: Runs) -> Iterator[Bytes]:
     """Yields each window of bytes, in order, while it is in cache."""
-    if size := pieces.row_bytes:
+    if size := _row_bytes(ours, theirs):
         table, target = _table(source, size), _table(destination, size)
-        wanted, places = _rows(pieces.source, pieces.lengths, size), _rows(pieces.destination, pieces.lengths, size)
+        wanted, places = _rows(ours, size), _rows(theirs, size)
         per_window = WINDOW_BYTES // size
         scratch = np.empty((per_window, size), np.uint8)
         for at in range(0, len(wanted), per_window):
@@ -147,7 +117,7 @@ def _copy_windows(source: Bytes, destination: Bytes, pieces: _Pieces) -> Iterato
             yield window
             target[places[at : at + per_window]] = window
         return
-    for start, place, length in zip(*_plain(pieces), strict=True):
+    for start, place, length in zip(ours.starts.tolist(), theirs.starts.tolist(), ours.lengths.tolist(), strict=True):
         for at in range(0, length, WINDOW_BYTES):
             stop = min(at + WINDOW_BYTES, length)
             destination[place + at : place + stop] = source[start + at : start + stop]
@@ -167,17 +137,17 @@ def copy_buffers(views: Sequence[memoryview], destination: Bytes, runs: Sequence
 class RunSum:
     """The XXH3 of runs in order, as they lie; taken as far as they are in place already."""
 
-    def __init__(self, arena: Bytes, runs: Sequence[Segment]) -> None:
+    def __init__(self, arena: Bytes, segments: Sequence[Segment]) -> None:
         """Raises InternalFault for runs outside the arena."""
-        pieces = _paired(runs, runs).checked(arena, arena)
-        native = native_runs()
-        digest = native.begin() if native is not None and pieces.num_bytes >= MIN_BYTES else xxhash.xxh3_64()
+        runs, native = runs_of(segments).checked(arena), native_runs()
         self._finish: Callable[[], int]
         self._windows: Iterator[int]
-        if isinstance(digest, NativeSum):
-            self._windows, self._finish = _sum_natively(digest, arena, pieces.cut(WINDOW_BYTES)), digest.end
+        if native is not None and runs.num_bytes >= MIN_BYTES:
+            compiled = native.begin()
+            self._windows, self._finish = _sum_natively(compiled, arena, runs.cut(WINDOW_BYTES)), compiled.end
         else:
-            self._windows, self._finish = _sum_windows(digest, arena, pieces), digest.intdigest
+            digest = xxhash.xxh3_64()
+            self._windows, self._finish = _sum_windows(digest, arena, runs), digest.intdigest
         self._next_bytes = next(self._windows, 0)  # of the window to be summed next; 0 at the end
         self._num_bytes = 0
 
@@ -194,17 +164,17 @@ class RunSum:
         return self._finish()
 
 
-def _sum_natively(digest: NativeSum, arena: Bytes, pieces: _Pieces) -> Iterator[int]:
+def _sum_natively(digest: NativeSum, arena: Bytes, runs: Runs) -> Iterator[int]:
     """Yields the size of each window before it is summed."""
-    for now, size in _groups(pieces.lengths, WINDOW_BYTES):
+    for now, size in runs.groups(WINDOW_BYTES):
         yield size
-        digest.add(arena, pieces.source[now], pieces.lengths[now])
+        digest.add(arena, runs.starts[now], runs.lengths[now])
 
 
-def _sum_windows(digest: xxhash.xxh3_64, arena: Bytes, pieces: _Pieces) -> Iterator[int]:
+def _sum_windows(digest: xxhash.xxh3_64, arena: Bytes, runs: Runs) -> Iterator[int]:
     """The same without compiled code."""
-    if size := pieces.row_bytes:
-        table, wanted = _table(arena, size), _rows(pieces.source, pieces.lengths, size)
+    if size := _row_bytes(runs, runs):
+        table, wanted = _table(arena, size), _rows(runs, size)
         per_window = WINDOW_BYTES // size
         scratch = np.empty((per_window, size), np.uint8)
         for at in range(0, len(wanted), per_window):
@@ -213,51 +183,20 @@ def _sum_windows(digest: xxhash.xxh3_64, arena: Bytes, pieces: _Pieces) -> Itera
             np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
             digest.update(window.data)
         return
-    for start, _, length in zip(*_plain(pieces), strict=True):
+    for start, length in zip(runs.starts.tolist(), runs.lengths.tolist(), strict=True):
         for at in range(start, start + length, WINDOW_BYTES):
             window = arena[at : min(at + WINDOW_BYTES, start + length)]
             yield window.nbytes
             digest.update(window.data)
 
 
-def _groups(lengths: Ints, max_bytes: int) -> Iterator[tuple[slice, int]]:
-    """Runs that follow each other, up to max_bytes together but one at least; and how many bytes they are."""
-    ends = np.cumsum(lengths)
-    at = done = 0
-    while at < len(ends):
-        stop = max(int(np.searchsorted(ends, done + max_bytes, side="right")), at + 1)
-        yield slice(at, stop), int(ends[stop - 1]) - done
-        at, done = stop, int(ends[stop - 1])
-
-
-def _paired(source: Sequence[Segment], destination: Sequence[Segment]) -> _Pieces:
-    """Cut both sides wherever one is cut."""
-    if total_bytes(source) != total_bytes(destination):
-        raise InternalFault(f"{total_bytes(source)} bytes for runs of {total_bytes(destination)}; they must be equal")
-    ours, theirs = _columns(source), _columns(destination)
-    if np.array_equal(ours[:, 1], theirs[:, 1]):
-        return _Pieces(*map(np.ascontiguousarray, (ours[:, 0], theirs[:, 0], ours[:, 1])))
-    # Positions in the byte stream where some run starts, on either side.
-    starts, their_starts = (np.cumsum(side[:, 1]) - side[:, 1] for side in (ours, theirs))
-    total = int(ours[:, 1].sum())
-    edges = np.union1d(starts, their_starts)
-    edges = edges[edges < total]
-    lengths = np.diff(edges, append=total)
-    return _Pieces(_offsets(ours, starts, edges), _offsets(theirs, their_starts, edges), lengths)
-
-
-def _offsets(columns: Ints, starts: Ints, edges: Ints) -> Ints:
-    """Where in the arena each position of the byte stream lies."""
-    run = np.searchsorted(starts, edges, side="right") - 1
-    found: Ints = columns[run, 0] + edges - starts[run]
-    return found
-
-
-def _columns(runs: Sequence[Segment]) -> Ints:
-    """[number of non-empty runs, 2]: offset, length."""
-    flat = np.fromiter(itertools.chain.from_iterable(runs), np.int64, 2 * len(runs))
-    columns = flat.reshape(-1, 2)
-    return columns[columns[:, 1] > 0]
+def _row_bytes(ours: Runs, theirs: Runs) -> int:
+    """Size of a row that divides every offset and length; 0 when the runs are better taken one by one."""
+    num_runs = len(ours.lengths)
+    if num_runs < 2 or ours.num_bytes >= num_runs * LONG_RUN_BYTES:
+        return 0
+    size = int(np.gcd.reduce(np.concatenate((ours.starts, theirs.starts, ours.lengths))))
+    return size if MIN_ROW_BYTES <= size <= WINDOW_BYTES else 0
 
 
 def _table(arena: Bytes, size: int) -> Bytes:
@@ -265,12 +204,8 @@ def _table(arena: Bytes, size: int) -> Bytes:
     return arena[: len(arena) // size * size].reshape(-1, size)
 
 
-def _rows(offsets: Ints, lengths: Ints, size: int) -> Ints:
+def _rows(runs: Runs, size: int) -> Ints:
     """Indices of all rows of the runs, in order."""
-    counts = lengths // size
+    counts = runs.lengths // size
     before = np.cumsum(counts) - counts
-    return np.repeat(offsets // size - before, counts) + np.arange(int(counts.sum()))
-
-
-def _plain(pieces: _Pieces) -> tuple[list[int], list[int], list[int]]:
-    return pieces.source.tolist(), pieces.destination.tolist(), pieces.lengths.tolist()
+    return np.repeat(runs.starts // size - before, counts) + np.arange(int(counts.sum()))

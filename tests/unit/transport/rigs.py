@@ -96,7 +96,7 @@ def open_descriptors() -> set[str]:
     return found
 
 
-class GatedMemory(BytesMemory):
+class GatedMemory(SealedBytesMemory):
     """Its landings can be made to wait, as a slow copy would."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -266,6 +266,7 @@ class LinkRig(ABC):
             sender.close()
         self.receiver.close()
         self.relay.close()
+        vars(self).clear()  # the arenas are given back, which is checked next
 
 
 class TcpRig(LinkRig):
@@ -284,7 +285,7 @@ class TcpRig(LinkRig):
         self.num_lanes = num_lanes
         self.is_encrypted = client_tls is not None
         self.client_tls, self.server_tls = client_tls, server_tls
-        self.source = BytesMemory(data=pattern(ARENA_BYTES))
+        self.source = SealedBytesMemory(data=pattern(ARENA_BYTES))
         self.gated = GatedMemory(ARENA_BYTES)
         self.target = self.gated
         super().__init__()
@@ -355,9 +356,9 @@ class SharedMemoryRig(LinkRig):
         self.relay.wait_held()
 
     def close(self) -> None:
+        ended = self.ended
         super().close()
-        assert not self.ended
-        vars(self).clear()  # the arenas are given back, which is checked next
+        assert not ended
 
 
 class InProcessRig:
@@ -367,7 +368,7 @@ class InProcessRig:
 
     def __init__(self) -> None:
         self.network = InProcessNetwork(threaded=True)
-        self.source = BytesMemory(data=pattern(ARENA_BYTES))
+        self.source = SealedBytesMemory(data=pattern(ARENA_BYTES))
         self.gated = GatedMemory(ARENA_BYTES)
         self.target: BytesMemory = self.gated
         self.sent, self.landed = EventLog(), EventLog()

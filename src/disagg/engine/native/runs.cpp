@@ -1,11 +1,14 @@
-// Copying scattered runs of bytes and summing them in one pass, while each piece is in the first cache.
+// Copying, sending and receiving scattered runs of bytes, and summing them meanwhile, each piece while it is in cache.
 //
 // The sum is 64-bit XXH3, as that algorithm is published, of inputs above 240 bytes; its short forms are left to the
 // caller. Bytes are taken in as stripes, each when more bytes follow: the last one is summed in another way.
 
 #include <immintrin.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 
@@ -111,6 +114,31 @@ uint64_t folded(uint64_t one, uint64_t other) {
     return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
 }
 
+constexpr int64_t MAX_RUNS = 1024;  // IOV_MAX
+
+// One message of runs; what was moved of it is left out of the next call.
+struct Message {
+    iovec runs[MAX_RUNS];
+    msghdr header{};
+
+    Message(uint8_t *base, const int64_t *starts, const int64_t *lengths, int64_t num_runs) {
+        for (int64_t run = 0; run < num_runs; ++run) runs[run] = {base + starts[run], static_cast<size_t>(lengths[run])};
+        header.msg_iov = runs;
+        header.msg_iovlen = num_runs;
+    }
+
+    void advance(size_t moved) {
+        while (header.msg_iovlen && moved >= header.msg_iov->iov_len) {
+            moved -= header.msg_iov->iov_len;
+            ++header.msg_iov;
+            --header.msg_iovlen;
+        }
+        if (!moved) return;
+        header.msg_iov->iov_base = static_cast<uint8_t *>(header.msg_iov->iov_base) + moved;
+        header.msg_iov->iov_len -= moved;
+    }
+};
+
 }  // namespace
 
 extern "C" {
@@ -129,7 +157,7 @@ void disagg_sum_begin(void *state, uint64_t seed) {
 }
 
 // Runs of the source into the target, summed; where target is null they are only summed. The caller has checked bounds.
-void disagg_copy_sum(void *state, const uint8_t *source, uint8_t *target, const int64_t *from, const int64_t *to,
+void disagg_copy_sum(void *state, const uint8_t *source, uint8_t *target, const int64_t *to, const int64_t *from,
                      const int64_t *lengths, int64_t num_runs) {
     Sum &sum = *static_cast<Sum *>(state);
     for (int64_t run = 0; run < num_runs; ++run) {
@@ -157,6 +185,39 @@ uint64_t disagg_sum_end(const void *state) {
         result += folded(lanes[2 * i] ^ read64(secret + 16 * i), lanes[2 * i + 1] ^ read64(secret + 16 * i + 8));
     result = (result ^ (result >> 37)) * AVALANCHE;
     return result ^ (result >> 32);
+}
+
+// Sums runs (where state is not null) and sends them over a blocking socket. 0, or a negative errno.
+int disagg_send_runs(int socket, void *state, const uint8_t *source, const int64_t *from, const int64_t *lengths,
+                     int64_t num_runs, int flags) {
+    if (num_runs > MAX_RUNS) return -EMSGSIZE;
+    for (int64_t run = 0; state && run < num_runs; ++run) update(*static_cast<Sum *>(state), source + from[run], lengths[run]);
+    Message message(const_cast<uint8_t *>(source), from, lengths, num_runs);
+    while (message.header.msg_iovlen) {
+        ssize_t sent = sendmsg(socket, &message.header, flags | MSG_NOSIGNAL);
+        if (sent >= 0)
+            message.advance(sent);
+        else if (errno != EINTR)
+            return -errno;
+    }
+    return 0;
+}
+
+// Fills runs from a blocking socket, then sums them. 0, a negative errno, or 1 when the peer sends no more.
+int disagg_receive_runs(int socket, void *state, uint8_t *target, const int64_t *to, const int64_t *lengths,
+                        int64_t num_runs) {
+    if (num_runs > MAX_RUNS) return -EMSGSIZE;
+    Message message(target, to, lengths, num_runs);
+    while (message.header.msg_iovlen) {
+        ssize_t received = recvmsg(socket, &message.header, MSG_WAITALL);
+        if (received == 0) return 1;
+        if (received > 0)
+            message.advance(received);
+        else if (errno != EINTR)
+            return -errno;
+    }
+    for (int64_t run = 0; state && run < num_runs; ++run) update(*static_cast<Sum *>(state), target + to[run], lengths[run]);
+    return 0;
 }
 
 }  // extern "C"
