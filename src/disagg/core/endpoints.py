@@ -17,7 +17,7 @@ class TransportKind(enum.StrEnum):
 class TransportChoice(enum.StrEnum):
     """What a worker offers."""
 
-    AUTO = "auto"  # shared memory to workers under the same supervisor, tcp to all others
+    AUTO = "auto"  # tcp; and shared memory to workers under the same supervisor, where what is faster is taken
     TCP = "tcp"  # tcp alone
 
 

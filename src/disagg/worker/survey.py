@@ -67,7 +67,7 @@ class Survey:
             rates = tuple(TransportRate(kind) for kind in kinds)
         else:
             try:
-                async with asyncio.timeout(CHOICE_TIMEOUT_S):
+                async with self._one_at_a_time, asyncio.timeout(CHOICE_TIMEOUT_S):
                     rates = await self._rates(card, kinds)
             except TimeoutError:
                 failure = f"not measured within {CHOICE_TIMEOUT_S:g} s"
@@ -78,11 +78,12 @@ class Survey:
 
     async def measure(self, card: WorkerCard, way: Way) -> Way:
         """Everything anew, but for the choice."""
-        return self._judged(card.worker_id, await self._rates(card, self._courier.kinds_to(card)), way.decision)
+        async with self._one_at_a_time:
+            rates = await self._rates(card, self._courier.kinds_to(card))
+        return self._judged(card.worker_id, rates, way.decision)
 
     async def _rates(self, card: WorkerCard, kinds: tuple[TransportKind, ...]) -> tuple[TransportRate, ...]:
-        async with self._one_at_a_time:
-            return tuple([await self._rate(card, kind, self._probe_s / len(kinds)) for kind in kinds])
+        return tuple([await self._rate(card, kind, self._probe_s / len(kinds)) for kind in kinds])
 
     async def _rate(self, card: WorkerCard, kind: TransportKind, budget_s: float) -> TransportRate:
         """Never raises for what is wrong with the link."""

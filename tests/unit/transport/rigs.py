@@ -368,7 +368,7 @@ class InProcessRig:
 
     def __init__(self) -> None:
         self.network = InProcessNetwork(threaded=True)
-        self.source = SealedBytesMemory(data=pattern(ARENA_BYTES))
+        self.source = BytesMemory(data=pattern(ARENA_BYTES))
         self.gated = GatedMemory(ARENA_BYTES)
         self.target: BytesMemory = self.gated
         self.sent, self.landed = EventLog(), EventLog()
@@ -416,6 +416,7 @@ class InProcessRig:
         self.sender.close()
         self.receiver.close()
         self.network.close()
+        vars(self).clear()
 
     def _once(self, fault: Fault) -> None:
         faults = [fault]
