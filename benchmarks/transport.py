@@ -321,7 +321,9 @@ def main() -> None:
 
 def ratios(result: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """By shape and side."""
-    return {shape: {name: rates[name] / rates[than] for name, than in AGAINST.items()} for shape, rates in result.items()}
+    return {
+        shape: {name: rates[name] / rates[than] for name, than in AGAINST.items()} for shape, rates in result.items()
+    }
 
 
 if __name__ == "__main__":

@@ -122,7 +122,8 @@ def main(state: str, endpoint_text: str, incarnation: str, key: str, num_bytes: 
     size = int(num_bytes)
     events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
     # Over tcp out of views: what compiled code does cannot be held in the middle.
-    memory = BytesMemory(data=BYTE * size) if endpoint.kind is TransportKind.TCP else SealedBytesMemory(data=BYTE * size)
+    make = BytesMemory if endpoint.kind is TransportKind.TCP else SealedBytesMemory
+    memory = make(data=BYTE * size)
     sender = make_sender(endpoint.kind, state, memory, events.put)
     sender.connect(WorkerId("owner"), endpoint, Incarnation(int(incarnation)))
     whole = (Segment(0, size),)

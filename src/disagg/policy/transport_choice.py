@@ -30,7 +30,7 @@ class TransportDecision(msgspec.Struct, frozen=True):
 
 
 def choose_transport(rates: Sequence[TransportRate]) -> TransportDecision:
-    """One rate for each kind that both workers can use. One that failed to be measured is taken only for want of others.
+    """One rate for each kind that both workers can use. One that could not be measured is taken for want of others.
 
     Raises InternalFault when there is none: such a pair must be refused before.
     """

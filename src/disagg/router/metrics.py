@@ -101,7 +101,7 @@ class _DispatcherCollector:
 def _values(metric: table.Metric, record: WorkerRecord) -> list[tuple[str, float]]:
     """(label value, value) pairs of one worker."""
     state = record.state
-    gauges = {
+    gauges: dict[str, list[tuple[str, float]]] = {
         table.BLOCKS.name: [
             ("free", state.num_free_blocks),
             ("cached", state.num_cached_blocks),

@@ -70,7 +70,7 @@ class Connection(ABC):
     def hear(self, is_due: Callable[[], bool]) -> Permitted | Answered:
         """The peer's next word. Silence is no fault while none is_due. Raises PeerFault."""
 
-    def interrupt(self) -> None:
+    def interrupt(self) -> None:  # noqa: B027
         """Make move() and hear() return soon, where a move can be broken off."""
 
     @abstractmethod

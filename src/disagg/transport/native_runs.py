@@ -1,6 +1,6 @@
 """The compiled way to move and sum scattered runs: one call for many of them, in which other threads run.
 
-    native = native_runs()      None where nothing is compiled or the CPU is too old: callers then use numpy and xxhash
+native = native_runs()      None where nothing is compiled or the CPU is too old: callers then use numpy and xxhash
 """
 
 import ctypes

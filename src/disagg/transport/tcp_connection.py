@@ -1,4 +1,4 @@
-"""What a link over tcp does with its connection: header, payload out of the arena's views, trailer; answers in order."""
+"""What a link over tcp does with its connection: header, payload out of the arena, trailer; answers in order."""
 
 import ssl
 from collections import deque

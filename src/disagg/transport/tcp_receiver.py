@@ -224,7 +224,7 @@ class TcpReceiver:
             if isinstance(error, ProtocolViolation):
                 self.refused.add(error.reason if isinstance(error, _Refused) else Refusal.GARBAGE)
             level = logging.WARNING if isinstance(error, ProtocolViolation) else logging.DEBUG
-            _log.log(level, "connection from %s (%s) ended: %s", connection.address, connection.sender, error)
+            _log.log(level, "connection from %s (%s) ended: %s", connection.address, connection.sender, str(error))
         except Exception:  # memory failed us: this connection ends, the others go on
             _log.exception("connection from %s (%s) failed", connection.address, connection.sender)
         finally:
@@ -256,9 +256,7 @@ class TcpReceiver:
             raise
         refusal = self._refusal(hello, connection.nonce)
         named = (hello.sender, hello.lane)
-        if refusal is None and not self._acceptor.supersede(
-            named, connection, self._fence_timeout_s, _Connection.shut
-        ):
+        if refusal is None and not self._acceptor.supersede(named, connection, self._fence_timeout_s, _Connection.shut):
             refusal = f"an older connection of {hello.sender} is still landing bytes; connect again"
         if refusal is not None:
             self._refuse(connection, refusal)

@@ -2,7 +2,7 @@
 
 queued (per key, round-robin) -> requested -> permitted -> moving (one) -> moved -> answered
 
-Where the peer permits each write, requests run ahead of moves; where it does not ask for that (`asks` is false), a write
+Where the peer permits each write, requests run ahead of moves; where nobody asks (`asks` is false), a write
 goes from queued to moving. Bytes between leaving the queue and being answered stay under a cap. A cancelled write that
 was requested already is told as failed at once; its ticket stays, to be withdrawn when it is permitted.
 """

@@ -90,7 +90,7 @@ class PeerLinks:
         probe_s: float = 0.0,
         link_gbits: float = 0.0,
     ) -> None:
-        """probe_s: for measuring one peer; 0: not measured. link_gbits: what a link should give; 0: as its card says."""
+        """probe_s, link_gbits: as in WorkerConfig."""
         self.card = card  # with the control address, once listening
         self._keys = keys
         self._worker = worker

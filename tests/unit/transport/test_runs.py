@@ -12,7 +12,8 @@ from disagg.kvcache.memory import Segment
 from disagg.testing.memory import SealedBytesMemory
 from disagg.transport import runs as runs_module
 from disagg.transport.native_runs import MIN_BYTES, native_runs
-from disagg.transport.runs import Bytes, MappedArena, RunSum, copy_buffers, copy_runs
+from disagg.transport.pieces import Bytes
+from disagg.transport.runs import MappedArena, RunSum, copy_buffers, copy_runs
 
 ARENA_BYTES = 1 << 20
 

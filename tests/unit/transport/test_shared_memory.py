@@ -29,18 +29,18 @@ from disagg.core.errors import InternalFault, PeerLost
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory, SealedBytesMemory
-from disagg.transport.api import ConnectionLost, GrantFenced, Write, WriteFinished, WriteLanded, WritesStopped
+from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded, WritesStopped
 from disagg.transport.local_stream import MAX_MESSAGE_BYTES, abstract_address
 from disagg.transport.shared_memory_connection import SharedMemorySenderConfig
 from disagg.transport.shared_memory_receiver import MAX_TICKETS, SharedMemoryReceiver
 from disagg.transport.shared_memory_sender import SharedMemorySender
 from disagg.transport.shared_memory_wire import (
+    PROBE_BYTES,
     Admission,
     Answer,
     Copied,
     Farewell,
     Greeting,
-    PROBE_BYTES,
     OwnerMessage,
     Permit,
     Progress,

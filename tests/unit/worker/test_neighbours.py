@@ -192,7 +192,7 @@ async def test_a_probe_that_does_not_end_holds_nobody_up(monkeypatch: pytest.Mon
     monkeypatch.setattr(survey, "CHOICE_TIMEOUT_S", 0.05)
     async with measuring_pair() as (source, target):
         done = threading.Event()
-        source.worker.courier.measure = lambda card, kind, budget_s: done.wait(5.0) and None  # type: ignore
+        source.worker.courier.measure = lambda card, kind, budget_s: done.wait(5.0) and None  # type: ignore[assignment,method-assign,return-value]
         await meet(source, target)
         assert way_to(source, target).decision == TransportDecision(SHARED, ChoiceReason.NOT_MEASURED)
         assert "not measured within" in str(way_to(source, target).report.failure)
