@@ -28,7 +28,7 @@ from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory
 from disagg.transport.api import TransportEvent, Write, WriteFinished
 from disagg.transport.capability import frame_proof, grant_name, pairing_token
-from disagg.transport.tcp_link import TcpSenderConfig
+from disagg.transport.tcp_connection import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 
 import msgspec
+import xxhash
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.ids import Incarnation, WorkerId
@@ -29,10 +30,11 @@ from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory, SealedBytesMemory
 from disagg.transport.api import Sender, TransportEvent, Write, WriteFinished
 from disagg.transport.capability import pairing_token
+from disagg.transport.native_runs import native_runs
 from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
 from disagg.transport.shared_memory_sender import SharedMemorySender
 from disagg.transport.sharing import SharingDomain, draw_domain, take_domain
-from disagg.transport.tcp_link import TcpSenderConfig
+from disagg.transport.tcp_connection import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 
@@ -44,6 +46,9 @@ PEER = WorkerId("decode")
 ME = WorkerId("prefill")
 INCARNATION = Incarnation(1)
 SECRET = b"benchmark"
+PLAIN, MEMCPY = "plain loop", "memcpy"  # what the others are compared with
+TCP, TCP_UNSUMMED, SHARED = "tcp, xxh3", "tcp, no checksum", "shared memory"
+AGAINST = {TCP: PLAIN, TCP_UNSUMMED: PLAIN, SHARED: MEMCPY, "memcpy, xxh3": MEMCPY}
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -151,7 +156,7 @@ class Side:
 
 
 class Plain(Side):
-    name = "plain loop"
+    name = PLAIN
 
     def __init__(self, port: int, memory: BytesMemory) -> None:
         self._sock = socket.create_connection(("127.0.0.1", port))
@@ -172,22 +177,24 @@ class Plain(Side):
 
 
 class Memcpy(Side):
-    """The same runs from one arena to another of this process."""
+    """The same runs from one arena to another of this process, run by run; with `sums` each is summed as well."""
 
-    name = "memcpy"
-
-    def __init__(self, memory: BytesMemory) -> None:
-        self._source = memory
-        self._target = BytesMemory(ARENA_BYTES)
-        self._target.fill(Segment(0, ARENA_BYTES), b"\1" * ARENA_BYTES)
+    def __init__(self, name: str, source: BytesMemory, target: BytesMemory, *, sums: bool = False) -> None:
+        self.name = name
+        self._source = source
+        self._target = target
+        self._sums = sums
         self._shapes = shapes()
 
     def run(self, shape: int, number: int) -> float:
         plan = self._shapes[shape]
         pairs = list(zip(self._source.gather(plan.source), self._target.gather(plan.destination), strict=True))
+        digest = xxhash.xxh3_64()
         started_s = time.perf_counter()
         for source, target in pairs:
             target[:] = source
+            if self._sums:
+                digest.update(source)
         return time.perf_counter() - started_s
 
 
@@ -216,7 +223,7 @@ class Ours(Side):
 def over_tcp(address: str, memory: BytesMemory, checksums: bool) -> Ours:
     events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
     sender = TcpSender(ME, Incarnation(2), memory, events.put, TcpSenderConfig(checksums=checksums))
-    name = "tcp, xxh3" if checksums else "tcp, no checksum"
+    name = TCP if checksums else TCP_UNSUMMED
     token = pairing_token(SECRET, ME, Incarnation(2))
     return Ours(name, sender, events, Endpoint(TransportKind.TCP, address, token))
 
@@ -224,7 +231,7 @@ def over_tcp(address: str, memory: BytesMemory, checksums: bool) -> Ours:
 def over_shared_memory(address: str, memory: BytesMemory, domain: SharingDomain) -> Ours:
     events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
     sender = SharedMemorySender(ME, memory, events.put, domain)
-    return Ours("shared memory", sender, events, Endpoint(TransportKind.SHARED_MEMORY, address))
+    return Ours(SHARED, sender, events, Endpoint(TransportKind.SHARED_MEMORY, address))
 
 
 def measure(repeats: int) -> dict[str, dict[str, float]]:
@@ -242,7 +249,10 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
             over_tcp(ports.unchecked, memory, False),
             over_shared_memory(ports.shared, memory, domain),
         ]
-        sides: Sequence[Side] = [plain, *ours, Memcpy(memory)]
+        target = BytesMemory(ARENA_BYTES)
+        target.fill(Segment(0, ARENA_BYTES), b"\1" * ARENA_BYTES)
+        copies = [Memcpy(MEMCPY, memory, target), Memcpy("memcpy, xxh3", memory, target, sums=True)]
+        sides: Sequence[Side] = [plain, *ours, *copies]
         result: dict[str, dict[str, float]] = {}
         for index, shape in enumerate(shapes()):
             times: dict[str, list[float]] = {side.name: [] for side in sides}
@@ -290,23 +300,30 @@ def main() -> None:
         serve()
         return
     result = measure(args.repeats)
-    print(f"hardware: {hardware()}\nseed: {SEED}  commit: {commit()}  medians of {args.repeats}, interleaved, loopback")
+    facts = {
+        "benchmark": "transport",
+        "hardware": hardware(),
+        "seed": SEED,
+        "commit": commit(),
+        "repeats": args.repeats,
+        "compiled": native_runs() is not None,
+    }
+    print(", ".join(f"{name}: {value}" for name, value in facts.items()) + "; medians, interleaved, loopback")
     for shape, rates in result.items():
         print(f"\n{shape}")
         for name, rate in rates.items():
-            print(f"  {name:18} {rate:8.0f} MB/s   x {rate / rates['plain loop']:.2f} of the plain loop")
-    print(
-        json.dumps(
-            {
-                "benchmark": "transport",
-                "hardware": hardware(),
-                "seed": SEED,
-                "commit": commit(),
-                "repeats": args.repeats,
-                "mb_per_s": result,
-            }
-        )
-    )
+            against = AGAINST.get(name)
+            ratio = f"   x {rate / rates[against]:.2f} of {against}" if against is not None else ""
+            print(f"  {name:18} {rate:8.0f} MB/s{ratio}")
+        print(f"  the checksum's share of tcp's time: {1 - rates[TCP] / rates[TCP_UNSUMMED]:.0%}")
+    print(json.dumps({**facts, "mb_per_s": result, "ratios": ratios(result)}))
+
+
+def ratios(result: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """By shape and side."""
+    return {
+        shape: {name: rates[name] / rates[than] for name, than in AGAINST.items()} for shape, rates in result.items()
+    }
 
 
 if __name__ == "__main__":

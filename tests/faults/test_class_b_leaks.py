@@ -32,7 +32,7 @@ import msgspec
 import pytest
 from tests.e2e.cluster import Front, completion
 from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, duo, handoff, of
-from tests.unit.transport.rigs import Relay
+from tests.unit.transport.relays import Relay
 from tests.unit.worker.rigs import DEADLINE_S, Site, sequence_id, until
 
 from disagg.core.endpoints import Endpoint, TransportKind

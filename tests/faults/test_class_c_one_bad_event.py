@@ -31,7 +31,8 @@ from tests.unit.scheduler.rigs import (
     sequence_id,
     to_peer,
 )
-from tests.unit.transport.rigs import EventLog, Relay
+from tests.unit.transport.relays import Relay
+from tests.unit.transport.rigs import EventLog
 from tests.unit.worker.rigs import DEADLINE_S, Site, gone, layout, meet, site, until
 
 from disagg.channel.channel import Channel, dial

@@ -29,7 +29,7 @@ import msgspec
 import pytest
 from tests.e2e.cluster import START_TIMEOUT_S, Front, announced, completion, router, worker
 from tests.unit.scheduler.rigs import Solo, handoff, of, to_peer
-from tests.unit.transport.rigs import Relay
+from tests.unit.transport.relays import Relay
 from tests.unit.worker.rigs import DEADLINE_S, Site, meet, sequence_id, site, until
 from tests.unit.worker.rigs import layout as small_layout
 

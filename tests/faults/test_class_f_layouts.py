@@ -24,7 +24,7 @@ import torch
 from tests.faults.test_class_e_wrong_output import check_only_between_rounds, counted, prompt_kv
 from tests.faults.unlike import HEAD_DIM, NUM_HEADS, NUM_LAYERS, UnlikeSite, unlike, unlike_site
 from tests.unit.protocol.test_pairing import card
-from tests.unit.transport.rigs import Relay
+from tests.unit.transport.relays import Relay
 from tests.unit.worker.rigs import meet, sequence_id, site, until
 
 from disagg.core.endpoints import Endpoint, TransportKind

@@ -301,7 +301,8 @@ def test_k2_senders_that_were_never_paired_leave_nothing_in_a_receiver() -> None
             sock.sendall(encode(Item.HELLO, hello))
             assert "proof" in (read_welcome(sock).refusal or "")
     receiver.close()
-    assert (receiver._connections, receiver._by_sender, receiver._strangers) == (set(), {}, {})
+    acceptor = receiver._acceptor
+    assert (acceptor._open, acceptor._by_name, receiver._strangers) == (set(), {}, {})
     assert receiver.refused.counts() == {Refusal.NOT_PAIRED: NUM_UNKNOWN // 40}
 
 

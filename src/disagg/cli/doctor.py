@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from disagg.cluster.examination import ClusterReport, Patient, examine_cluster, handoff_links, versions
+from disagg.core.endpoints import TransportRate
 from disagg.protocol.messages import LinkReport
 
 GIB = 1 << 30
@@ -88,25 +89,31 @@ def _machine_row(patient: Patient) -> list[str]:
 
 def _links(links: list[tuple[Patient, Patient, LinkReport | None]]) -> Table:
     table = Table(title="Links, measured now", title_justify="left")
-    for name in ("from", "to", "transport", "TLS"):
+    for name in ("from", "to", "transport", "why", "TLS"):
         table.add_column(name)
-    for name in ("Gbit/s", "expected", "there and back"):
+    for name in ("Gbit/s", "expected", "there and back", "other ways, Gbit/s"):
         table.add_column(name, justify="right")
     for source, target, link in links:
         ends = (source.card.worker_id, target.card.worker_id)
         if link is None or not link.transport:
-            table.add_row(*ends, "not paired", "", "", "", "")
+            table.add_row(*ends, "not paired", *[""] * 6)
             continue
         rate, expected = (8 * each / BITS_PER_GBIT for each in (link.bytes_per_s, link.expected_bytes_per_s))
         table.add_row(
             *ends,
             link.transport,
+            link.choice.replace("_", " "),
             "yes" if link.is_encrypted else "no",
             f"{rate:.3g}" if rate else "-",
             f"{expected:.3g}" if expected else "-",
             f"{1e3 * link.latency_s:.2f} ms" if rate else "-",
+            ", ".join(_other_way(way) for way in link.rates if way.kind.value != link.transport) or "-",
         )
     return table
+
+
+def _other_way(way: TransportRate) -> str:
+    return f"{way.kind} {8 * way.bytes_per_s / BITS_PER_GBIT:.3g}" if way.bytes_per_s else f"{way.kind} ?"
 
 
 def _limit(number: int) -> str:

@@ -7,7 +7,7 @@ import msgspec
 
 
 class TransportKind(enum.StrEnum):
-    """In order of preference, best last."""
+    """The cheaper its fence, the later: of two that are as fast, the later one is taken."""
 
     TCP = "tcp"
     SHARED_MEMORY = "shared_memory"
@@ -17,7 +17,7 @@ class TransportKind(enum.StrEnum):
 class TransportChoice(enum.StrEnum):
     """What a worker offers."""
 
-    AUTO = "auto"  # shared memory to workers under the same supervisor, tcp to all others
+    AUTO = "auto"  # tcp; and shared memory to workers under the same supervisor, where what is faster is taken
     TCP = "tcp"  # tcp alone
 
 
@@ -41,6 +41,16 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     def is_same_way(self, other: "Endpoint") -> bool:
         """Whether whoever offers the other can use this one."""
         return (self.kind, self.domain) == (other.kind, other.domain)
+
+
+class TransportRate(msgspec.Struct, frozen=True, array_like=True):
+    """How fast one kind carried bytes from a worker to a peer when it was last measured."""
+
+    kind: TransportKind
+    bytes_per_s: float = 0.0  # 0: not measured
+    latency_s: float = 0.0  # there and back
+    expected_bytes_per_s: float = 0.0  # what it should give; 0: nobody knows
+    failure: str = ""  # why it could not be measured
 
 
 def is_loopback(host: str) -> bool:

@@ -3,7 +3,8 @@
 offset of a token = ((layer * 2 + kv) * num_blocks + block) * block_bytes + token * token_bytes
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -112,7 +113,7 @@ class KvArena:
         """Where bytes for these segments go. Raises InternalFault past the end."""
         self._check(segments)
         if self._view is not None:
-            return DirectLanding(self.gather(segments))
+            return DirectLanding(partial(self.gather, segments))
         return StagedLanding(
             self._host_buffers(segments), [self._bytes[offset : offset + length] for offset, length in segments]
         )
@@ -146,14 +147,17 @@ def _bytes_of(host: Tensor) -> memoryview:
 
 
 class DirectLanding:
-    """Bytes land in the arena itself. Nobody reads these blocks before they are complete."""
+    """Bytes land in the arena itself. Nobody reads these blocks before they are complete.
 
-    def __init__(self, buffers: list[memoryview]) -> None:
-        self._buffers = buffers
+    Views are made when they are asked for: who writes into the arena in another way needs none.
+    """
+
+    def __init__(self, gather: Callable[[], list[memoryview]]) -> None:
+        self._gather = gather
 
     @property
     def buffers(self) -> list[memoryview]:
-        return self._buffers
+        return self._gather()
 
     def commit(self) -> None:
         """The bytes are in place already."""

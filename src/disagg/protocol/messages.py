@@ -13,7 +13,7 @@ Leases travel as remaining seconds; clocks of two processes are never compared.
 
 import msgspec
 
-from disagg.core.endpoints import Endpoint
+from disagg.core.endpoints import Endpoint, TransportRate
 from disagg.core.errors import Failure
 from disagg.core.formats import KvWire
 from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, SequenceId, WorkerId
@@ -67,10 +67,12 @@ class CounterValue(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LinkState(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker has learned of its way to one peer."""
+    """What a worker knows of its way to one peer."""
 
     peer: WorkerId
-    bytes_per_s: float
+    bytes_per_s: float  # learned from what was sent; 0: nothing was
+    transport: str = ""  # what carries KV there
+    measured_bytes_per_s: float = 0.0  # when they met; 0: not measured
 
 
 class WorkerState(msgspec.Struct, frozen=True, array_like=True):
@@ -87,7 +89,7 @@ class WorkerState(msgspec.Struct, frozen=True, array_like=True):
     num_waiting_tokens: int = 0  # prompt tokens not yet computed
     counters: tuple[CounterValue, ...] = ()
     step_costs: tuple[float, ...] = ()  # learned coefficients of its step time, as in policy.step_time.StepCosts
-    links: tuple[LinkState, ...] = ()  # to the peers that it has sent KV to
+    links: tuple[LinkState, ...] = ()  # to paired peers
     num_decoding: int = 0  # of those that run: streams that write an answer
 
 
@@ -313,6 +315,8 @@ class LinkReport(msgspec.Struct, frozen=True, array_like=True):
     latency_s: float = 0.0  # there and back
     expected_bytes_per_s: float = 0.0  # 0: unknown
     failure: Failure | None = None  # why they are not paired, or could not be measured
+    choice: str = ""  # why this transport
+    rates: tuple[TransportRate, ...] = ()  # of every kind that both can use
 
 
 class HostLimits(msgspec.Struct, frozen=True, array_like=True):

@@ -89,26 +89,26 @@ def pairing_failure(one: WorkerCard, other: WorkerCard) -> Failure | None:
     orders = [card.layout.order for card in (one, other)]
     if not {*orders} <= {order.value for order in KvOrder}:  # even two that are equal: nothing is guessed
         return _refused(one, other, "KV order", orders[0], orders[1], f"; known are {', '.join(KvOrder)}")
-    if not common_endpoints(one, other) or not common_endpoints(other, one):
+    if not common_kinds(one, other) or not common_kinds(other, one):
         mine, theirs = (_offer(card) for card in (one, other))
         return _refused(one, other, "transports offered", mine, theirs)
     return None
 
 
-def common_endpoints(source: WorkerCard, destination: WorkerCard) -> tuple[Endpoint, ...]:
-    """The destination's endpoints, one per rank, over the best transport that all ranks of both offer; or none."""
-    for kind in reversed(TransportKind):
-        if destination.kv_wire is not KvWire.NATIVE and kind not in COMMITS_LANDINGS:
-            continue
-        own = [each for each in source.data_endpoints if each.kind is kind]
-        theirs = {
-            each.rank: each for each in destination.data_endpoints if any(each.is_same_way(other) for other in own)
-        }
-        mine = {each.rank for each in own}
-        is_whole = mine == {*range(source.layout.num_ranks)} and theirs.keys() == {*range(destination.layout.num_ranks)}
-        if is_whole:
-            return tuple(theirs[rank] for rank in sorted(theirs))
-    return ()
+def common_kinds(source: WorkerCard, destination: WorkerCard) -> tuple[TransportKind, ...]:
+    """Transports that all ranks of both offer, in order of TransportKind; or none."""
+    return tuple(kind for kind in TransportKind if endpoints_over(source, destination, kind))
+
+
+def endpoints_over(source: WorkerCard, destination: WorkerCard, kind: TransportKind) -> tuple[Endpoint, ...]:
+    """The destination's endpoints of one kind, one per rank; or none where some rank of either cannot use it."""
+    if destination.kv_wire is not KvWire.NATIVE and kind not in COMMITS_LANDINGS:
+        return ()
+    own = [each for each in source.data_endpoints if each.kind is kind]
+    theirs = {each.rank: each for each in destination.data_endpoints if any(each.is_same_way(other) for other in own)}
+    mine = {each.rank for each in own}
+    is_whole = mine == {*range(source.layout.num_ranks)} and theirs.keys() == {*range(destination.layout.num_ranks)}
+    return tuple(theirs[rank] for rank in sorted(theirs)) if is_whole else ()
 
 
 def _offer(card: WorkerCard) -> str:

@@ -1,5 +1,6 @@
 """A worker's snapshot as samples of the table of metrics: the router shows those of all, a worker its own."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
@@ -60,9 +61,11 @@ def _values(state: WorkerState, fleet: Collection[str] | None) -> _Values:
     )
     for metric, number in gauges:
         values[metric.name] = {"": number}
-    values[table.LINK_BANDWIDTH.name] = {
-        link.peer: link.bytes_per_s for link in state.links if fleet is None or link.peer in fleet
-    }
+    links = [link for link in state.links if fleet is None or link.peer in fleet]
+    values[table.LINK_BANDWIDTH.name] = {link.peer: link.bytes_per_s for link in links if link.bytes_per_s}
+    values[table.LINK_MEASURED.name] = {link.peer: link.measured_bytes_per_s for link in links if link.transport}
+    carried = Counter(link.transport for link in links)
+    values[table.LINKS.name] = {kind: carried[kind] for kind in table.LINKS.values}
     return values
 
 

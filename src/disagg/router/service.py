@@ -368,7 +368,7 @@ class LiveService:
 
 
 def _state_fields(state: WorkerState) -> dict[str, object]:
-    """Counts by name, and what it has learned of its links."""
-    links = [{"peer": link.peer, "bytes_per_s": link.bytes_per_s} for link in state.links]
+    """Counts by name, and what it knows of its links."""
+    links = [msgspec.structs.asdict(link) for link in state.links]
     counts = {name: value for name, value in msgspec.structs.asdict(state).items() if isinstance(value, int)}
     return {**counts, "links": links}

@@ -102,8 +102,8 @@ class PartialStarts:
     def _has_others(self, sequence: Sequence) -> bool:
         """Whether somebody else's step would wait for a part of this one's."""
         own = sequence.state is SequenceState.DECODING
-        state = self._state
-        return state.table.num_in_state(SequenceState.DECODING) > own or state.table.num_in_state(SequenceState.PREFILLING) > 0
+        table = self._state.table
+        return table.num_in_state(SequenceState.DECODING) > own or table.num_in_state(SequenceState.PREFILLING) > 0
 
     def _layers(self, sequence: Sequence, *, has_others: bool) -> LayerRange | None:
         """What of its first step may run now."""

@@ -70,6 +70,7 @@ _REJECTIONS = (
     "rate_limited",
 )
 _STATUSES = ("400", "401", "403", "404", "405", "408", "413", "429", "499", "500", "502", "503")
+_TRANSPORT_REASONS = ("only", "fastest", "tie", "not_measured")
 _STEP_KINDS = ("prefill", "decode", "both", "part")
 _PARTIAL_STARTS = (
     "finished",
@@ -143,9 +144,6 @@ PREEMPTIONS = Metric(
     "disagg_num_preemptions_total", _C, "sequences", "Streams that gave up their blocks to older ones."
 )
 BLOCKS_EVICTED = Metric("disagg_blocks_evicted_total", _C, "blocks", "Cached blocks given up for new ones.")
-PAIRINGS = Metric(
-    "disagg_pairings_total", _C, "pairings", "Peers met, by the transport that KV takes.", "transport", _TRANSPORTS
-)
 PAIRINGS_REFUSED = Metric(
     "disagg_pairings_refused_total", _C, "pairings", "Peers that cannot exchange KV with this worker."
 )
@@ -154,6 +152,12 @@ DATA_REFUSED = Metric(
 )
 PEERS_REFUSED = Metric(
     "disagg_peers_refused_total", _C, "refusals", "Control connections of peers turned away.", "reason", _REFUSALS
+)
+TRANSPORTS_CHOSEN = Metric(
+    "disagg_transports_chosen_total", _C, "peers", "Peers met, by why their transport.", "reason", _TRANSPORT_REASONS
+)
+SLOW_LINKS = Metric(
+    "disagg_slow_links_total", _C, "links", "Links found far slower than they should be.", "transport", _TRANSPORTS
 )
 
 # --- gauges of workers -------------------------------------------------------------------------------------------
@@ -170,6 +174,27 @@ LINK_BANDWIDTH = Metric(
 # --- what a router says of each worker ---------------------------------------------------------------------------
 WORKER_UP = Metric("disagg_worker_up", _G, "workers", "1 while the worker is connected; no series afterwards.")
 WORKER_DRAINING = Metric("disagg_worker_draining", _G, "workers", "1 while it takes no new work and ends.")
+    "disagg_slow_links_total", _C, "links", "Links found far slower than they should be.", "transport", _TRANSPORTS
+)
+
+# --- gauges of workers -------------------------------------------------------------------------------------------
+BLOCKS = Metric("disagg_blocks", _G, "blocks", "KV blocks by state.", "state", _BLOCK_STATES)
+SEQUENCES_WAITING = Metric("disagg_sequences_waiting", _G, "sequences", "Sequences without blocks.")
+SEQUENCES_RUNNING = Metric("disagg_sequences_running", _G, "sequences", "Sequences with blocks.")
+SEQUENCES_DECODING = Metric("disagg_sequences_decoding", _G, "sequences", "Of those, streams that write an answer.")
+PROMPT_TOKENS_WAITING = Metric("disagg_prompt_tokens_waiting", _G, "tokens", "Prompt tokens not computed yet.")
+HANDOFFS_OPEN = Metric("disagg_handoffs_open", _G, "hand-offs", "Hand-offs under way, both ends.")
+LINK_BANDWIDTH = Metric(
+    "disagg_link_bytes_per_second", _G, "bytes/s", "Learned from pushes to a peer; none before the first.", "peer"
+)
+
+# --- what a router says of each worker ---------------------------------------------------------------------------
+WORKER_UP = Metric("disagg_worker_up", _G, "workers", "1 while the worker is connected; no series afterwards.")
+WORKER_DRAINING = Metric("disagg_worker_draining", _G, "workers", "1 while it takes no new work and ends.")
+LINK_MEASURED = Metric(
+    "disagg_link_measured_bytes_per_second", _G, "bytes/s", "Measured when two workers met; 0 where it was not.", "peer"
+)
+LINKS = Metric("disagg_links", _G, "links", "Paired peers, by what carries KV to them.", "transport", _TRANSPORTS)
 
 # --- counted by the router ---------------------------------------------------------------------------------------
 REQUESTS = Metric(
@@ -257,10 +282,11 @@ WORKER_METRICS: tuple[Metric, ...] = (
     MESSAGES_IGNORED,
     PREEMPTIONS,
     BLOCKS_EVICTED,
-    PAIRINGS,
     PAIRINGS_REFUSED,
     DATA_REFUSED,
     PEERS_REFUSED,
+    TRANSPORTS_CHOSEN,
+    SLOW_LINKS,
     BLOCKS,
     SEQUENCES_WAITING,
     SEQUENCES_RUNNING,
@@ -268,6 +294,8 @@ WORKER_METRICS: tuple[Metric, ...] = (
     PROMPT_TOKENS_WAITING,
     HANDOFFS_OPEN,
     LINK_BANDWIDTH,
+    LINK_MEASURED,
+    LINKS,
 )
 FLEET_METRICS: tuple[Metric, ...] = (WORKER_UP, WORKER_DRAINING)
 ROUTER_METRICS: tuple[Metric, ...] = (

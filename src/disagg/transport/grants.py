@@ -9,12 +9,13 @@ A revoked grant lets nobody in; it is fenced when its last visit has left.
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from disagg.core.errors import InternalFault
 from disagg.core.ids import WorkerId
-from disagg.kvcache.memory import Segment
+from disagg.kvcache.memory import Landing, Segment
 from disagg.transport.api import GrantFenced, WriteLanded
 from disagg.transport.capability import shown
 from disagg.transport.outbox import Outbox
@@ -42,6 +43,14 @@ class Refused(msgspec.Struct, frozen=True):
 
 class AlreadyLanded(msgspec.Struct, frozen=True):
     """The number landed before: acknowledge it again and throw the bytes away."""
+
+
+class Arrival(NamedTuple):
+    """The bytes of a visit where they landed, and their sum as found here and as told by the writer."""
+
+    landing: Landing
+    found: int
+    told: int
 
 
 class LandedNumbers:
@@ -145,6 +154,25 @@ class GrantTable:
             if grant.is_revoked and not grant.visits:
                 self._fence(visit.key)
         self._outbox.flush()
+
+    def settle(self, visit: Visit, arrive: Callable[[], Arrival]) -> str | None:
+        """See a visit through. Returns why it did not land, or None; passes on what arrive() raises.
+
+        arrive() returns when all bytes are there. They are committed when the sums agree and the grant still stands.
+        """
+        landed, wrong = False, None
+        try:
+            landing, found, told = arrive()
+            if found != told:
+                wrong = f"write {visit.number} is here with checksum {found:08x}, not {told:08x}; resend it"
+                return wrong
+            if not self.can_commit(visit):
+                return f"key {shown(visit.key)} was revoked while write {visit.number} was under way"
+            landing.commit()
+            landed = True
+            return None
+        finally:
+            self.leave(visit, landed=landed, failure=wrong)
 
     def revoke(self, key: bytes) -> tuple[Visit, ...]:
         """Let nobody in any more. Returns the visits that GrantFenced still waits for."""

@@ -25,7 +25,7 @@ from disagg.transport.api import (
 )
 from disagg.transport.capability import shown
 from disagg.transport.deadlines import join_all
-from disagg.transport.grants import GrantTable, Refused, Visit
+from disagg.transport.grants import Arrival, GrantTable, Refused, Visit
 from disagg.transport.outbox import Outbox
 from disagg.transport.segments import copy_views, total_bytes, write_flaw
 
@@ -351,27 +351,23 @@ class InProcessReceiver:
         )
         if not isinstance(entry, Visit):
             return entry.reason if isinstance(entry, Refused) else None
-        landed, wrong = False, None
-        self.is_visited = True
-        try:
+
+        def arrive() -> Arrival:
             source = sender.memory.gather(write.source)
             landing = self._memory.landing(write.destination)
             buffers = landing.buffers
             copy_views(source, buffers)
             # A copy in memory is whole; it is summed only where a fault hook spoils it.
-            if corrupts and _spoil(buffers) != _checksum(source):
-                wrong = f"payload of write {write.number} arrived with another checksum; resend it"
-                return wrong
-            if not self._grants.can_commit(entry):
-                return f"key {shown(write.key)} was revoked while write {write.number} was under way"
-            landing.commit()
-            landed = True
-            return None
+            found, told = (_spoil(buffers), _checksum(source)) if corrupts else (0, 0)
+            return Arrival(landing, found, told)
+
+        self.is_visited = True
+        try:
+            return self._grants.settle(entry, arrive)
         except Exception as error:  # either arena's fault: the write fails, the network goes on
             return f"write {write.number} could not be copied: {error}"
         finally:
             self.is_visited = False
-            self._grants.leave(entry, landed=landed, failure=wrong)
 
 
 def _spoil(views: Sequence[memoryview]) -> int:

@@ -6,6 +6,7 @@ from itertools import accumulate, chain, pairwise
 from operator import itemgetter
 
 import numpy as np
+import numpy.typing as npt
 
 from disagg.kvcache.memory import Segment
 
@@ -24,6 +25,7 @@ class SegmentSet:
     def __init__(self, segments: Iterable[Segment]) -> None:
         self._starts: list[int] = []
         self._stops: list[int] = []
+        self._edges: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None  # the same, once asked for many
         for offset, length in sorted(segments):
             if offset < 0 or length < 0:
                 raise ValueError(f"segment ({offset}, {length}) is negative; offsets and lengths start at 0")
@@ -69,8 +71,11 @@ class SegmentSet:
         except OverflowError:  # no such arena
             return False
         offsets, lengths = flat[::2], flat[1::2]
-        at = np.searchsorted(np.array(self._starts), offsets, side="right") - 1
-        rooms = np.array(self._stops)[at] - offsets
+        if self._edges is None:
+            self._edges = np.array(self._starts, np.int64), np.array(self._stops, np.int64)
+        starts, stops = self._edges
+        at = np.searchsorted(starts, offsets, side="right") - 1
+        rooms = stops[at] - offsets
         return bool(((at >= 0) & (lengths >= 0) & (lengths <= rooms)).all())
 
     def check_invariants(self) -> None:

@@ -2,7 +2,8 @@
 
 One thread accepts; one thread per connection does all of this, in order:
 
-    1. Greeting: refuse another user, another domain, another incarnation; admit with the arena's descriptor
+    1. Greeting: refuse another user, another domain, another incarnation; admit with the arena's descriptor; or with
+       one of memory for this connection alone, if it is only to be measured
     2. Request: ask the grant table to be let in; permit, or answer why not
     3. Copied: sum the bytes as they lie in the arena; commit when the sum held and the grant still stands; leave the
        grant table (which posts the events) and answer
@@ -20,21 +21,22 @@ import os
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import InternalFault, PeerFault, PeerLost, ProtocolViolation
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import MappableMemory, Segment
+from disagg.transport.acceptor import Acceptor
 from disagg.transport.api import Post, WriterStuck
-from disagg.transport.capability import shown
-from disagg.transport.deadlines import DeadlineWatch, join_all
-from disagg.transport.grants import GrantTable, Refused, Visit
+from disagg.transport.deadlines import DeadlineWatch
+from disagg.transport.grants import Arrival, GrantTable, Refused, Visit
 from disagg.transport.local_stream import abstract_address
 from disagg.transport.outbox import Outbox
-from disagg.transport.runs import RunSum, whole_arena
+from disagg.transport.runs import RunSum, host_bytes
+from disagg.transport.shared_memory_probe import answer_probe
 from disagg.transport.shared_memory_wire import (
     Admission,
     Answer,
@@ -80,31 +82,33 @@ class SharedMemoryReceiver:
         end_writer: EndWriter = end_process,
     ) -> None:
         """Listen under a name (drawn if none is given). Raises InternalFault for memory that cannot be mapped."""
-        if memory.descriptor is None:
+        arena = host_bytes(memory)
+        if memory.descriptor is None or arena is None:
             raise InternalFault("this arena cannot be mapped by others; offer it over tcp alone")
         self._memory = memory
         self._descriptor = memory.descriptor
-        self._arena = whole_arena(memory)
+        self._arena = arena
         self._incarnation = incarnation
         self._domain = domain
         self._fence_timeout_s = fence_timeout_s
         self._hello_timeout_s = hello_timeout_s
         self._close_timeout_s = close_timeout_s
-        self._max_connections = max_connections
         self._end_writer = end_writer
-        self._lock = threading.Lock()
-        self._writers: set[Writer] = set()
-        self._threads: list[threading.Thread] = []  # of connections; ended ones are dropped at the next accept
-        self._by_sender: dict[WorkerId, Writer] = {}
-        self._is_closed = False
         self._endpoint = Endpoint(TransportKind.SHARED_MEMORY, f"{domain.name}/{name or secrets.token_hex(8)}")
         self._outbox = Outbox(post)
         self._grants = GrantTable(memory.num_bytes, self._outbox)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(abstract_address(self._endpoint.address))
-        self._listener.listen(128)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(abstract_address(self._endpoint.address))
+        listener.listen(128)
         self._watch = DeadlineWatch("disagg-shm-fence")
-        self._acceptor = threading.Thread(target=self._accept_loop, name="disagg-shm-accept", daemon=True)
+        self._acceptor = Acceptor(
+            listener,
+            self._endpoint.address,
+            name="disagg-shm-accept",
+            make=self._make,
+            serve=self._serve,
+            max_connections=max_connections,
+        )
         self._acceptor.start()
 
     @property
@@ -129,16 +133,7 @@ class SharedMemoryReceiver:
 
         Writers keep their mapping until they notice; what they write then is seen by nobody.
         """
-        with self._lock:
-            self._is_closed = True
-            threads = [self._acceptor, *self._threads]
-            for writer in self._writers:
-                writer.stream.shut()
-                writer.wake()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        left = join_all(threads, self._close_timeout_s)
-        self._listener.close()
+        left = self._acceptor.close(self._close_timeout_s)
         self._watch.close()
         self._outbox.flush()
         if left:
@@ -147,54 +142,24 @@ class SharedMemoryReceiver:
     def check_invariants(self) -> None:
         self._grants.check_invariants()
         self._watch.check_invariants()
-        with self._lock:
-            assert len(self._writers) <= self._max_connections
-            for sender, writer in self._by_sender.items():
-                assert writer.sender == sender, f"{sender} is filed under another sender's connection"
-                assert writer in self._writers, f"the connection of {sender} is not registered"
+        self._acceptor.check_invariants()
 
-    def _accept_loop(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError as error:
-                if self._is_closed:
-                    return
-                _log.warning("accept on %s failed: %s", self._endpoint.address, error)
-                time.sleep(0.05)  # out of descriptors: do not spin until some are free
-                continue
-            self._admit(sock)
-
-    def _admit(self, sock: socket.socket) -> None:
-        try:
-            writer = Writer(sock, self._hello_timeout_s)
-        except (PeerLost, OSError) as error:  # a stranger, or gone already
-            _log.warning("closed a connection to %s: %s", self._endpoint.address, error)
-            sock.close()
-            return
-        with self._lock:
-            is_full = len(self._writers) >= self._max_connections
-            if not is_full and not self._is_closed:
-                self._writers.add(writer)
-                name = f"disagg-shm-receive-{writer.pid}"
-                thread = threading.Thread(target=self._serve, args=(writer,), name=name, daemon=True)
-                thread.start()
-                self._threads = [*(each for each in self._threads if each.is_alive()), thread]
-                return
-        if is_full:
-            _log.warning("closed process %d: %d connections are the limit", writer.pid, self._max_connections)
-        writer.close()
+    def _make(self, sock: socket.socket, address: Any) -> Writer:
+        return Writer(sock, self._hello_timeout_s)
 
     # ---- a connection's thread
 
     def _serve(self, writer: Writer) -> None:
         is_over = False
         try:
-            sender = self._welcome(writer)
+            greeting = self._welcome(writer)
+            if greeting.is_probe:
+                answer_probe(writer.stream)
+                is_over = True
             while not is_over:
                 body = writer.stream.receive()
                 if body is not None:
-                    is_over = self._take(writer, sender, decode_writer(body))
+                    is_over = self._take(writer, greeting.sender, decode_writer(body))
         except PeerFault as error:
             level = logging.WARNING if isinstance(error, ProtocolViolation) else logging.DEBUG
             _log.log(level, "connection of process %d (%s) ended: %s", writer.pid, writer.sender, str(error))
@@ -205,12 +170,7 @@ class SharedMemoryReceiver:
                 self._hear_out(writer)
             for permitted in writer.permitted.values():
                 self._grants.leave(permitted.visit)
-            with self._lock:
-                self._writers.discard(writer)
-                if writer.sender is not None and self._by_sender.get(writer.sender) is writer:
-                    del self._by_sender[writer.sender]
-                writer.close()
-            writer.returned.set()
+            self._acceptor.leave(writer)
 
     def _hear_out(self, writer: Writer) -> None:
         """Until nothing is written over this connection any more, though it has failed."""
@@ -226,7 +186,7 @@ class SharedMemoryReceiver:
         except PeerFault:  # its end is no word of the writer
             writer.wait_dead()
 
-    def _welcome(self, writer: Writer) -> WorkerId:
+    def _welcome(self, writer: Writer) -> Greeting:
         """Read the greeting within hello_timeout_s; answer it. Raises PeerFault when the connection must end."""
         stream = writer.stream
         is_late = threading.Event()
@@ -247,15 +207,17 @@ class SharedMemoryReceiver:
         if not isinstance(greeting, Greeting):
             raise ProtocolViolation("no greeting came first")
         refusal = self._refusal(greeting)
-        if refusal is None and not self._supersede(greeting.sender, writer):
+        if refusal is None and not greeting.is_probe and not self._supersede(greeting.sender, writer):
             refusal = f"an older process of {greeting.sender} may still write here; connect again when it has ended"
         if refusal is not None:
             with contextlib.suppress(PeerFault):  # it is closed next, whether or not it still listens
                 stream.send(encode(Admission(clip(refusal), 0)))
             raise ProtocolViolation(refusal)
-        stream.set_timeouts(0.0, ANSWER_TIMEOUT_S)  # idle connections stay open
-        stream.send(encode(Admission(None, self._memory.num_bytes)), self._descriptor)
-        return greeting.sender
+        writer.sender = greeting.sender
+        if not greeting.is_probe:
+            stream.set_timeouts(0.0, ANSWER_TIMEOUT_S)  # idle connections stay open
+            stream.send(encode(Admission(None, self._memory.num_bytes)), self._descriptor)
+        return greeting
 
     def _refusal(self, greeting: Greeting) -> str | None:
         if not self._domain.admits(greeting.secret):
@@ -266,19 +228,14 @@ class SharedMemoryReceiver:
 
     def _supersede(self, sender: WorkerId, writer: Writer) -> bool:
         """Make this the sender's only connection. The old one's last bytes must not land over the new one's."""
-        deadline_s = time.monotonic() + SUPERSEDE_TIMEOUT_S
-        while True:
-            with self._lock:
-                older = self._by_sender.get(sender)
-                if older is None:
-                    writer.sender = sender
-                    self._by_sender[sender] = writer
-                    return True
+
+        def end(older: Writer) -> None:
+            if older.pid == writer.pid:
+                older.shut()  # its one copying thread is here, so nothing is copied over there any more
+            else:
                 older.stream.shut()
-                if older.pid == writer.pid:
-                    older.wake()
-            if not older.returned.wait(max(deadline_s - time.monotonic(), 0.0)):
-                return False
+
+        return self._acceptor.supersede(sender, writer, SUPERSEDE_TIMEOUT_S, end)
 
     def _take(self, writer: Writer, sender: WorkerId, message: WriterMessage) -> bool:
         """Act on one message. Returns whether it was the last. Raises ProtocolViolation."""
@@ -324,32 +281,24 @@ class SharedMemoryReceiver:
 
     def _verify(self, permitted: PermittedWrite, told: int) -> str | None:
         """Sum the bytes as they lie. Returns why they did not land, or None."""
-        landed, wrong = False, None
-        visit = permitted.visit
-        try:
+
+        def arrive() -> Arrival:
             landing = self._memory.landing(permitted.destination)
-            found = permitted.summing.finish()
-            if found != told:
-                wrong = f"write {visit.number} lies here with checksum {found:08x}, not {told:08x}; resend it"
-                return wrong
-            if not self._grants.can_commit(visit):
-                return f"key {shown(visit.key)} was revoked while write {visit.number} was under way"
-            landing.commit()
-            landed = True
-            return None
-        finally:
-            self._grants.leave(visit, landed=landed, failure=wrong)
+            return Arrival(landing, permitted.summing.finish(), told)
+
+        return self._grants.settle(permitted.visit, arrive)
 
     # ---- the watch's thread
 
     def _enforce(self, writer: Writer, sender: WorkerId, key: bytes) -> None:
         """End a process that may still write under a revoked key. Called while its visit is open."""
-        with self._lock:
-            if writer not in self._writers:
-                return
+
+        def end() -> None:
             if writer.pid == os.getpid():
                 _log.error("a copy within this process may still be written after %g s", self._fence_timeout_s)
                 return
             self._outbox.put(WriterStuck(sender, key, writer.pid))
             self._end_writer(writer.pidfd)
+
+        self._acceptor.if_open(writer, end)
         self._outbox.flush()

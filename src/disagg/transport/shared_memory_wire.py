@@ -30,6 +30,8 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Sum = Annotated[int, msgspec.Meta(ge=0)]  # 64 bits
 _Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 
+PROBE_BYTES = 4 << 20  # of the memory that copies which only measure go into
+
 
 class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting"):
     """The writer's first word."""
@@ -37,6 +39,7 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True, tag="greeting"):
     sender: Annotated[WorkerId, msgspec.Meta(max_length=MAX_WORKER_ID_CHARS)]
     destination_incarnation: Annotated[Incarnation, msgspec.Meta(ge=0, le=2**63 - 1)]
     secret: Annotated[bytes, msgspec.Meta(max_length=SECRET_BYTES)]
+    is_probe: bool = False  # only to measure: a small memory of its own is mapped instead of the arena
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, tag="request"):

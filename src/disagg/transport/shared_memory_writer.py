@@ -38,6 +38,7 @@ class Writer:
     def __init__(self, sock: socket.socket, hello_timeout_s: float) -> None:
         """Raises PeerLost, OSError."""
         self.pid = peer_pid(sock)
+        self.name = f"disagg-shm-receive-{self.pid}"
         self.stream = LocalStream(sock, hello_timeout_s)
         self.sender: WorkerId | None = None  # known after the greeting
         self.permitted: dict[int, PermittedWrite] = {}
@@ -61,6 +62,11 @@ class Writer:
     def wake(self) -> None:
         """Make wait_dead() return; no more copies come from this process over this connection."""
         os.eventfd_write(self._wake, 1)
+
+    def shut(self) -> None:
+        """This end closes, or another connection of the process has come: no word of it is waited for any more."""
+        self.stream.shut()
+        self.wake()
 
     def wait_dead(self) -> None:
         """Until the process has ended, or wake()."""

@@ -1,6 +1,8 @@
 """A blocking TCP connection that scatters and gathers straight from and into views of an arena."""
 
 import contextlib
+import errno
+import os
 import socket
 import struct
 import threading
@@ -9,7 +11,9 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from disagg.core.errors import PeerLost
+from disagg.core.errors import InternalFault, PeerLost
+from disagg.transport.native_runs import PEER_CLOSED, NativeRuns, NativeSum, native_runs
+from disagg.transport.pieces import Bytes, Runs
 from disagg.transport.segments import advance, batches
 from disagg.transport.wire import PREFIX_BYTES, Body, Item, Prefix, decode_prefix, encode
 
@@ -75,6 +79,43 @@ class Stream:
             self._send_all(batch, _MSG_MORE)
         return digest.intdigest() if digest is not None else 0
 
+    @property
+    def moves_runs(self) -> bool:
+        """Whether send_runs() and receive_runs() work here: by compiled code, with no object per run."""
+        return native_runs() is not None
+
+    def send_runs(self, head: bytes, arena: Bytes, runs: Runs, seed: int | None) -> int:
+        """As send_frame(), out of runs that lie in the arena, MIN_BYTES together at least."""
+        self._send_all([memoryview(head)], _MSG_MORE)
+        native, digest = self._native(seed)
+        runs = runs.cut(BATCH_BYTES)
+        for now, _ in runs.groups(BATCH_BYTES, MAX_VIEWS):
+            self._check_open()
+            sock = self._sock.fileno()
+            result = native.send(sock, digest, arena, runs.starts[now], runs.lengths[now], _MSG_MORE)
+            if result == -errno.EAGAIN:
+                raise PeerLost(f"the peer took no byte for {self._stall_timeout_s} s")
+            if result:
+                raise PeerLost(f"the connection broke while sending: {os.strerror(-result)}")
+            self.touch()
+        return digest.end() if digest is not None else 0
+
+    def receive_runs(self, arena: Bytes, runs: Runs, seed: int | None) -> int:
+        """As receive_into(), into runs that lie in the arena, MIN_BYTES together at least."""
+        native, digest = self._native(seed)
+        runs = runs.cut(BATCH_BYTES)
+        for now, _ in runs.groups(BATCH_BYTES, MAX_VIEWS):
+            self._check_open()
+            result = native.receive(self._sock.fileno(), digest, arena, runs.starts[now], runs.lengths[now])
+            if result == PEER_CLOSED:
+                raise PeerLost("the peer closed the connection")
+            if result == -errno.EAGAIN:
+                raise PeerLost(f"the peer sent no byte for {self._stall_timeout_s} s where one was due")
+            if result:
+                raise PeerLost(f"the connection broke while receiving: {os.strerror(-result)}")
+            self.touch()
+        return digest.end() if digest is not None else 0
+
     def send_trailer(self, trailer: bytes) -> None:
         """End a frame. Raises PeerLost."""
         self._send_all([memoryview(trailer)], 0)
@@ -138,10 +179,20 @@ class Stream:
             self._is_shut = self._is_closed = True
             self._sock.close()
 
+    def _native(self, seed: int | None) -> tuple[NativeRuns, NativeSum | None]:
+        native = native_runs()
+        if native is None:
+            raise InternalFault("runs are moved by compiled code only; look at moves_runs first")
+        return native, None if seed is None else native.begin(seed)
+
+    def _check_open(self) -> None:
+        # Bytes already in the kernel can still be read after shutdown: look before each call.
+        if self._is_shut:
+            raise PeerLost("the connection was shut on this side")
+
     def _send_all(self, views: Sequence[memoryview], flags: int) -> None:
         while views:
-            if self._is_shut:
-                raise PeerLost("the connection was shut on this side")
+            self._check_open()
             try:
                 sent = self._sock.sendmsg(views, (), flags)
             except BlockingIOError as error:
@@ -154,9 +205,7 @@ class Stream:
     def _fill(self, views: list[memoryview], may_be_silent: Callable[[], bool] = lambda: False) -> None:
         num_calls = 0
         while views:
-            # Bytes already in the kernel can still be read after shutdown: look before each call.
-            if self._is_shut:
-                raise PeerLost("the connection was shut on this side")
+            self._check_open()
             try:
                 received = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError as error:

@@ -20,15 +20,16 @@ import secrets
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from disagg.channel.tally import Refusal, Tally
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import InternalFault, PeerFault, ProtocolViolation
 from disagg.core.ids import Incarnation, WorkerId, worker_of
 from disagg.kvcache.memory import Memory, Segment
+from disagg.transport.acceptor import Acceptor
 from disagg.transport.api import Post
 from disagg.transport.capability import (
     NONCE_BYTES,
@@ -39,9 +40,12 @@ from disagg.transport.capability import (
     is_right,
     pairing_token,
 )
-from disagg.transport.deadlines import DeadlineWatch, join_all
-from disagg.transport.grants import AlreadyLanded, GrantTable, Refused, Visit
+from disagg.transport.deadlines import DeadlineWatch
+from disagg.transport.grants import AlreadyLanded, Arrival, GrantTable, Refused, Visit
+from disagg.transport.native_runs import MIN_BYTES
 from disagg.transport.outbox import Outbox
+from disagg.transport.pieces import runs_of
+from disagg.transport.runs import host_bytes
 from disagg.transport.stream import Stream
 from disagg.transport.tls_stream import TlsRefused, TlsStream
 from disagg.transport.wire import (
@@ -62,8 +66,6 @@ from disagg.transport.wire import (
 
 _log = logging.getLogger(__name__)
 
-_ACCEPT_POLL_S = 1.0  # only where shutdown() does not wake accept(); Linux wakes at once
-
 
 class _Refused(ProtocolViolation):
     """A connection is turned away; why, for the count."""
@@ -79,10 +81,17 @@ class _Connection:
     def __init__(self, stream: Stream, address: str) -> None:
         self.stream = stream
         self.address = address
+        self.name = f"disagg-tcp-receive-{address}"
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         self.sender: WorkerId | None = None  # known after the hello, as is its lane
         self.lane = 0
-        self.returned = threading.Event()  # its thread will touch neither socket nor arena any more
+        self.returned = threading.Event()
+
+    def shut(self) -> None:
+        self.stream.shut()
+
+    def close(self) -> None:
+        self.stream.close()
 
 
 class TcpReceiver:
@@ -113,34 +122,38 @@ class TcpReceiver:
         secret: behind the tokens of endpoint_for(); drawn here where none is given. tls: for the accepting end.
         """
         self._memory = memory
+        self._arena = host_bytes(memory)  # where a landing is the arena itself
         self._incarnation = incarnation
         self._checksums = checksums
         self._fence_timeout_s = fence_timeout_s
         self._hello_timeout_s = hello_timeout_s
         self._stall_timeout_s = stall_timeout_s
         self._close_timeout_s = close_timeout_s
-        self._max_connections = max_connections
         self._max_strangers = max_strangers
         self._secret = secret or secrets.token_bytes(SECRET_BYTES)
         self._tls = tls
         self.refused = refused or Tally()
         self._lock = threading.Lock()
-        self._connections: set[_Connection] = set()
-        self._threads: list[threading.Thread] = []  # of connections; ended ones are dropped at the next accept
         self._strangers: dict[_Connection, None] = {}  # oldest first
-        self._by_sender: dict[tuple[WorkerId, int], _Connection] = {}  # and lane
         self._keys: dict[bytes, bytes] = {}  # of standing grants, by the name that frames carry
-        self._is_closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=128)
-        self._listener.settimeout(_ACCEPT_POLL_S)
-        bound_host, bound_port = self._listener.getsockname()[:2]
+        listener = socket.create_server((host, port), family=family, backlog=128)
+        bound_host, bound_port = listener.getsockname()[:2]
         shown = f"[{bound_host}]" if family == socket.AF_INET6 else bound_host
         self._endpoint = Endpoint(TransportKind.TCP, f"{shown}:{bound_port}")
         self._outbox = Outbox(post)
         self._grants = GrantTable(memory.num_bytes, self._outbox)
         self._watch = DeadlineWatch(f"disagg-tcp-fence-{bound_port}")
-        self._acceptor = threading.Thread(target=self._accept_loop, name=f"disagg-tcp-accept-{bound_port}", daemon=True)
+        self._acceptor = Acceptor(
+            listener,
+            self._endpoint.address,
+            name=f"disagg-tcp-accept-{bound_port}",
+            make=self._make,
+            serve=self._serve,
+            max_connections=max_connections,
+            on_admitted=self._note_stranger,
+            on_full=partial(self.refused.add, Refusal.FULL),
+        )
         self._acceptor.start()
 
     @property
@@ -167,16 +180,7 @@ class TcpReceiver:
 
     def close(self) -> None:
         """Stop all threads and close all sockets. Raises InternalFault when a thread outlives close_timeout_s."""
-        with self._lock:
-            self._is_closed = True
-            connections = list(self._connections)
-            threads = [self._acceptor, *self._threads]
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        for connection in connections:
-            connection.stream.shut()
-        left = join_all(threads, self._close_timeout_s)
-        self._listener.close()
+        left = self._acceptor.close(self._close_timeout_s)
         self._watch.close()
         self._outbox.flush()
         if left:
@@ -186,61 +190,30 @@ class TcpReceiver:
     def check_invariants(self) -> None:
         self._grants.check_invariants()
         self._watch.check_invariants()
+        self._acceptor.check_invariants()
         with self._lock:
-            assert len(self._connections) <= self._max_connections
             assert len(self._strangers) <= self._max_strangers
-            for (sender, lane), connection in self._by_sender.items():
-                assert (connection.sender, connection.lane) == (sender, lane), f"{sender} has another's connection"
-                assert connection in self._connections, f"the connection of {sender} is not registered"
             assert all(grant_name(key) == name for name, key in self._keys.items())
 
-    def _accept_loop(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, address = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:
-                if self._is_closed:
-                    return
-                _log.warning("accept on %s failed: %s", self._endpoint.address, error)
-                time.sleep(0.05)  # out of descriptors: do not spin until some are free
-                continue
-            self._admit(sock, f"{address[0]}:{address[1]}")
+    # ---- the accepting thread
 
-    def _admit(self, sock: socket.socket, address: str) -> None:
-        try:
-            connection = _Connection(self._stream(sock), address)
-        except OSError:  # reset before we looked at it
-            sock.close()
-            return
-        with self._lock:
-            is_full = len(self._connections) >= self._max_connections
-            if not is_full and not self._is_closed:
-                if len(self._strangers) >= self._max_strangers:
-                    self._turn_away_oldest()
-                self._connections.add(connection)
-                self._strangers[connection] = None
-                name = f"disagg-tcp-receive-{address}"
-                thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
-                thread.start()
-                self._threads = [*(each for each in self._threads if each.is_alive()), thread]
-                return
-        if is_full:
-            self.refused.add(Refusal.FULL)
-            _log.warning("closed %s: %d connections are the limit (max_connections)", address, self._max_connections)
-        connection.stream.close()
-
-    def _stream(self, sock: socket.socket) -> Stream:
+    def _make(self, sock: socket.socket, address: Any) -> _Connection:
         if self._tls is None:
-            return Stream(sock, self._stall_timeout_s)
-        return TlsStream(sock, self._stall_timeout_s, self._tls)
+            stream = Stream(sock, self._stall_timeout_s)
+        else:
+            stream = TlsStream(sock, self._stall_timeout_s, self._tls)
+        return _Connection(stream, f"{address[0]}:{address[1]}")
 
-    def _turn_away_oldest(self) -> None:
-        oldest = next(iter(self._strangers))
-        del self._strangers[oldest]
-        self.refused.add(Refusal.FULL)
-        oldest.stream.shut()
+    def _note_stranger(self, connection: _Connection) -> None:
+        with self._lock:
+            if len(self._strangers) >= self._max_strangers:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                self.refused.add(Refusal.FULL)
+                oldest.shut()
+            self._strangers[connection] = None
+
+    # ---- a connection's thread
 
     def _serve(self, connection: _Connection) -> None:
         try:
@@ -251,19 +224,13 @@ class TcpReceiver:
             if isinstance(error, ProtocolViolation):
                 self.refused.add(error.reason if isinstance(error, _Refused) else Refusal.GARBAGE)
             level = logging.WARNING if isinstance(error, ProtocolViolation) else logging.DEBUG
-            _log.log(level, "connection from %s (%s) ended: %s", connection.address, connection.sender, error)
+            _log.log(level, "connection from %s (%s) ended: %s", connection.address, connection.sender, str(error))
         except Exception:  # memory failed us: this connection ends, the others go on
             _log.exception("connection from %s (%s) failed", connection.address, connection.sender)
         finally:
-            connection.stream.close()
             with self._lock:
-                self._connections.discard(connection)
                 self._strangers.pop(connection, None)
-                if connection.sender is not None:
-                    filed = (connection.sender, connection.lane)
-                    if self._by_sender.get(filed) is connection:
-                        del self._by_sender[filed]
-            connection.returned.set()
+            self._acceptor.leave(connection)
 
     def _welcome(self, connection: _Connection) -> WorkerId:
         """Hear who it is within hello_timeout_s; answer. Raises PeerFault when the connection must end."""
@@ -288,11 +255,13 @@ class TcpReceiver:
                 raise _Refused(Refusal.LATE, f"no whole hello within {self._hello_timeout_s} s") from error
             raise
         refusal = self._refusal(hello, connection.nonce)
-        if refusal is None and not self._supersede(hello, connection):
+        named = (hello.sender, hello.lane)
+        if refusal is None and not self._acceptor.supersede(named, connection, self._fence_timeout_s, _Connection.shut):
             refusal = f"an older connection of {hello.sender} is still landing bytes; connect again"
         if refusal is not None:
             self._refuse(connection, refusal)
             raise _Refused(Refusal.NOT_PAIRED, refusal)
+        connection.sender, connection.lane = named
         with self._lock:
             self._strangers.pop(connection, None)
         stream.send_item(Item.WELCOME, Welcome(None))
@@ -318,20 +287,6 @@ class TcpReceiver:
     def _refuse(self, connection: _Connection, reason: str) -> None:
         with contextlib.suppress(PeerFault):  # it is closed next, whether or not it still listens
             connection.stream.send_item(Item.WELCOME, Welcome(clip(reason)))
-
-    def _supersede(self, hello: Hello, connection: _Connection) -> bool:
-        """Make this the only one of its lane. The old one's last bytes must not land over the new one's."""
-        deadline_s = time.monotonic() + self._fence_timeout_s
-        while True:
-            with self._lock:
-                older = self._by_sender.get((hello.sender, hello.lane))
-                if older is None:
-                    connection.sender, connection.lane = hello.sender, hello.lane
-                    self._by_sender[hello.sender, hello.lane] = connection
-                    return True
-            older.stream.shut()
-            if not older.returned.wait(max(deadline_s - time.monotonic(), 0.0)):
-                return False
 
     def _receive_frame(self, connection: _Connection, sender: WorkerId) -> None:
         stream = connection.stream
@@ -370,18 +325,14 @@ class TcpReceiver:
 
     def _land(self, stream: Stream, header: FrameHeader, head_checksum: int, visit: Visit) -> str | None:
         """Receive one granted payload. Returns why it did not land, or None."""
-        landed, wrong = False, None
-        try:
+
+        def arrive() -> Arrival:
             landing = self._memory.landing(header.destination)
-            found = stream.receive_into(landing.buffers, head_checksum if self._checksums else None)
-            told = decode_trailer(stream.receive_bytes(TRAILER_BYTES))
-            if found != told:
-                wrong = f"payload of write {header.number} arrived with checksum {found:08x}, not {told:08x}; resend it"
-                return wrong
-            if not self._grants.can_commit(visit):
-                return f"key {header.name.hex()} was revoked while write {header.number} was under way"
-            landing.commit()
-            landed = True
-            return None
-        finally:
-            self._grants.leave(visit, landed=landed, failure=wrong)
+            seed, arena, segments = head_checksum if self._checksums else None, self._arena, header.destination
+            if arena is not None and stream.moves_runs and header.num_bytes >= MIN_BYTES:
+                found = stream.receive_runs(arena, runs_of(segments).checked(arena), seed)
+            else:
+                found = stream.receive_into(landing.buffers, seed)
+            return Arrival(landing, found, decode_trailer(stream.receive_bytes(TRAILER_BYTES)))
+
+        return self._grants.settle(visit, arrive)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import msgspec
 
 from disagg.channel.tally import Refusal, Tally
-from disagg.core.endpoints import TransportKind
+from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import InternalFault
-from disagg.core.ids import WorkerId, rank_name
+from disagg.core.ids import Incarnation, WorkerId, rank_name
 from disagg.core.spans import MAX_TOKENS, KvLayout, Span
 from disagg.kvcache.conversion import (
     ConvertingMemory,
@@ -28,7 +28,7 @@ from disagg.kvcache.conversion import (
 from disagg.kvcache.memory import Segment
 from disagg.protocol.handoff import GrantKey, decode_grant_key
 from disagg.protocol.messages import WorkerCard
-from disagg.protocol.pairing import common_endpoints
+from disagg.protocol.pairing import common_kinds, endpoints_over
 from disagg.scheduler import events
 from disagg.scheduler.actions import OpenGrant, PushSpan, RevokeGrant, StopPushes
 from disagg.transport.api import (
@@ -43,10 +43,13 @@ from disagg.transport.api import (
     WriterStuck,
     WritesStopped,
 )
-from disagg.transport.tcp_probe import Measured
+from disagg.transport.probe import Measured
 from disagg.worker.joins import JoinTable
 
 _log = logging.getLogger(__name__)
+
+
+Measure = Callable[[Endpoint, Incarnation, float], Measured]  # within so many seconds; raises PeerFault, OSError
 
 
 class Mover(NamedTuple):
@@ -55,7 +58,7 @@ class Mover(NamedTuple):
     sender: Sender
     receiver: Receiver
     outgoing: ConvertingMemory | None = None  # what the sender reads, where it can turn spans
-    measure: Callable[[WorkerId], Measured] | None = None  # blocking; raises PeerFault, OSError
+    measure: Measure | None = None
     refused: Tally | None = None  # what the receiver turned away
 
 
@@ -67,7 +70,8 @@ class PushTag(msgspec.Struct, frozen=True, array_like=True):
 
 class _Peer(NamedTuple):
     card: WorkerCard
-    kind: TransportKind
+    kind: TransportKind  # what we write over
+    incoming: tuple[TransportKind, ...]  # what it may write over: the choice is its own
 
     @property
     def ranks(self) -> tuple[WorkerId, ...]:
@@ -75,9 +79,10 @@ class _Peer(NamedTuple):
 
 
 class _RankGrant(NamedTuple):
-    """What one rank of a peer may do at one rank of ours."""
+    """What one rank of a peer may do at one rank of ours, over one kind."""
 
     rank: int
+    kind: TransportKind
     key: bytes
 
 
@@ -117,7 +122,7 @@ class Courier:
         )
         self.card = msgspec.structs.replace(card, data_endpoints=endpoints)
         self._peers: dict[WorkerId, _Peer] = {}
-        self._grants: dict[bytes, tuple[TransportKind, list[_RankGrant]]] = {}
+        self._grants: dict[bytes, list[_RankGrant]] = {}
         self._fences: JoinTable[bytes] = JoinTable()
         self._stops: JoinTable[bytes] = JoinTable()
         self._writes: JoinTable[tuple[bytes, int]] = JoinTable()
@@ -131,16 +136,20 @@ class Courier:
         """`post` takes events from any thread."""
         self._post = post
 
-    def connect(self, card: WorkerCard) -> None:
-        """Name a paired peer; bytes to it take the best transport both offer."""
-        endpoints = common_endpoints(self.card, card)
+    def kinds_to(self, card: WorkerCard) -> tuple[TransportKind, ...]:
+        """What KV could go over to a peer."""
+        return common_kinds(self.card, card)
+
+    def connect(self, card: WorkerCard, kind: TransportKind) -> None:
+        """Name a paired peer; bytes to it take one of kinds_to() it, from now until disconnect()."""
+        endpoints = endpoints_over(self.card, card, kind)
         if not endpoints:
-            raise InternalFault(f"{card.worker_id} was paired without a common transport")
-        peer = self._peers[card.worker_id] = _Peer(card, endpoints[0].kind)
-        _log.info("KV to %s goes over %s", card.worker_id, peer.kind)
+            raise InternalFault(f"{card.worker_id} was paired without a common transport, or {kind} is none")
+        peer = self._peers[card.worker_id] = _Peer(card, kind, common_kinds(card, self.card))
+        _log.info("KV to %s goes over %s", card.worker_id, kind)
         for movers in self._ranks:
             for name, endpoint in zip(peer.ranks, endpoints, strict=True):
-                movers[peer.kind].sender.connect(name, endpoint, card.incarnation)
+                movers[kind].sender.connect(name, endpoint, card.incarnation)
 
     def card_for(self, card: WorkerCard, peer: WorkerCard) -> WorkerCard:
         """This worker's card as one paired peer, and nobody else, is to see it."""
@@ -151,23 +160,13 @@ class Courier:
             endpoints.append(msgspec.structs.replace(endpoint, token=own.token))
         return msgspec.structs.replace(card, data_endpoints=tuple(endpoints))
 
-    def transport_to(self, worker_id: WorkerId) -> TransportKind | None:
-        """What bytes to this peer take; None for one that is not connected."""
-        peer = self._peers.get(worker_id)
-        return peer.kind if peer is not None else None
+    def measure(self, card: WorkerCard, kind: TransportKind, budget_s: float) -> Measured | None:
+        """How fast a kind is between the first ranks; the peer need not be connected. Blocking, from any thread.
 
-    def can_measure(self, worker_id: WorkerId) -> bool:
-        kind = self.transport_to(worker_id)
-        return kind is not None and self._ranks[0][kind].measure is not None
-
-    def measure(self, worker_id: WorkerId) -> Measured | None:
-        """Between the first ranks. Blocking, from any thread. None where there is nothing to measure.
-
-        Raises PeerFault, OSError.
+        None where there is nothing to measure. Raises PeerFault, OSError.
         """
-        peer = self._peers.get(worker_id)
-        ask = self._ranks[0][peer.kind].measure if peer is not None else None
-        return ask(peer.ranks[0]) if peer is not None and ask is not None else None
+        ask, endpoints = self._ranks[0][kind].measure, endpoints_over(self.card, card, kind)
+        return ask(endpoints[0], card.incarnation, budget_s) if ask is not None and endpoints else None
 
     def take_refusals(self) -> dict[Refusal, int]:
         """Data connections and frames turned away since this was last asked."""
@@ -197,21 +196,22 @@ class Courier:
 
     def open_grant(self, action: OpenGrant) -> None:
         peer, key = self._peers.get(action.peer), decode_grant_key(action.grant_key)
-        kind = peer.kind if peer is not None else next(iter(self._ranks[0]))
+        kinds = peer.incoming if peer is not None else tuple(self._ranks[0])[:1]
         theirs = peer.card.layout if peer is not None else msgspec.structs.replace(self.layout, **_ONE_RANK)
         names = peer.ranks if peer is not None else (action.peer,)
         granted: list[_RankGrant] = []
         for source, rank, _ in rank_pairs(theirs, self.layout, _whole(self.layout)):
             layout, rank_key = self.layout.rank_layout(rank), key.of_rank(source).encode()
             segments = landing_blocks(layout, self.card.num_blocks, action.blocks, self.card.kv_wire)
-            self._ranks[rank][kind].receiver.grant(names[source], rank_key, segments)
-            granted.append(_RankGrant(rank, rank_key))
-        self._grants[action.grant_key] = (kind, granted)
+            for kind in kinds:
+                self._ranks[rank][kind].receiver.grant(names[source], rank_key, segments)
+                granted.append(_RankGrant(rank, kind, rank_key))
+        self._grants[action.grant_key] = granted
 
     def revoke_grant(self, action: RevokeGrant) -> None:
-        kind, granted = self._grants.pop(action.grant_key)
+        granted = self._grants.pop(action.grant_key)
         self._fences.expect(action.grant_key, len(granted))
-        for rank, key in granted:
+        for rank, kind, key in granted:
             self._ranks[rank][kind].receiver.revoke(key)
 
     def push(self, action: PushSpan) -> None:
@@ -308,10 +308,10 @@ class Courier:
             self._post(event)
 
     def check_invariants(self) -> None:
-        for key, (kind, granted) in self._grants.items():
+        for key, granted in self._grants.items():
             handoff_id = decode_grant_key(key).handoff_id
-            if any(kind not in self._ranks[each.rank] for each in granted):
-                raise InternalFault(f"a grant is held on {kind}, which this worker does not have")
+            if any(each.kind not in self._ranks[each.rank] for each in granted):
+                raise InternalFault(f"{handoff_id} has a grant on a transport that this worker does not have")
             if any(decode_grant_key(each.key).handoff_id != handoff_id for each in granted):
                 raise InternalFault(f"a rank's grant of {handoff_id} is of another hand-off")
         for table in (self._fences, self._stops, self._writes):

@@ -6,7 +6,10 @@ import resource
 import shutil
 import socket
 import struct
+import time
 from pathlib import Path
+
+import numpy as np
 
 from disagg.core.endpoints import is_loopback
 from disagg.protocol.messages import HostLimits
@@ -14,6 +17,8 @@ from disagg.protocol.messages import HostLimits
 LOOPBACK_GBITS = 4.0  # two processes of one machine, through its kernel
 LEAST_SHARE = 0.1  # of what a link should give; less is worth a warning
 BYTES_PER_GBIT = 125e6
+COPY_BYTES = 4 << 20
+NUM_COPIES = 4
 
 _SHARED_MEMORY = "/dev/shm"
 _CARDS = Path("/sys/class/net")
@@ -40,6 +45,16 @@ def expected_bytes_per_s(host: str, link_gbits: float) -> float:
         if _address_of(card) == host:
             return _card_gbits(card) * BYTES_PER_GBIT
     return 0.0
+
+
+def copied_bytes_per_s() -> float:
+    """How fast this process copies memory, now: on a busy machine slower, as is everything that it is compared with."""
+    source, target = np.ones(COPY_BYTES, np.uint8), np.empty(COPY_BYTES, np.uint8)
+    np.copyto(target, source)  # every page is there from now on
+    started_s = time.perf_counter()
+    for _ in range(NUM_COPIES):
+        np.copyto(target, source)
+    return NUM_COPIES * COPY_BYTES / (time.perf_counter() - started_s)
 
 
 def slowness(bytes_per_s: float, expected: float) -> str:

@@ -34,6 +34,7 @@ from disagg.protocol.messages import (
     AnswerPairing,
     AnswerRegistration,
     LinkReport,
+    LinkState,
     RegisterWorker,
     ReportPairing,
     RequestExamination,
@@ -45,8 +46,9 @@ from disagg.protocol.messages import (
 from disagg.protocol.pairing import pairing_failure
 from disagg.scheduler.events import PeerLost as PeerWasLost
 from disagg.scheduler.events import PeerMessageReceived, PeerPaired, RouterLost, RouterMessageReceived
-from disagg.telemetry.metrics import DATA_REFUSED, PAIRINGS, PAIRINGS_REFUSED, PEERS_REFUSED
-from disagg.worker.examination import BYTES_PER_GBIT, expected_bytes_per_s, host_limits, slowness
+from disagg.telemetry.metrics import DATA_REFUSED, PAIRINGS_REFUSED, PEERS_REFUSED
+from disagg.worker.examination import host_limits
+from disagg.worker.survey import Survey, Way
 from disagg.worker.worker import Worker
 
 _log = logging.getLogger(__name__)
@@ -68,9 +70,10 @@ def _has_held(since_s: float) -> bool:
 class _Link:
     """One open connection to a peer. `lost` is set when it is over, however that came."""
 
-    def __init__(self, card: WorkerCard, channel: Channel[WorkerToWorker]) -> None:
+    def __init__(self, card: WorkerCard, channel: Channel[WorkerToWorker], way: Way) -> None:
         self.card = card
         self.channel = channel
+        self.way = way
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
 
@@ -84,15 +87,21 @@ class PeerLinks:
         beat_interval_s: float,
         *,
         keys: Keys | None = None,
+        probe_s: float = 0.0,
         link_gbits: float = 0.0,
     ) -> None:
-        """link_gbits: what a link should give; 0: as the network card says."""
+        """probe_s, link_gbits: as in WorkerConfig."""
         self.card = card  # with the control address, once listening
         self._keys = keys
-        self._link_gbits = link_gbits
-        self._expected = 0.0  # bytes/s, once the address is known
-        self._reports: dict[WorkerId, LinkReport] = {}  # of the peers in _links
         self._worker = worker
+        worker.link_states = self._link_states
+        self._survey = Survey(
+            worker.courier,
+            worker.scheduler.counters,
+            probe_s=probe_s,
+            link_gbits=link_gbits,
+            is_encrypted=keys is not None,
+        )
         self._beat_interval_s = beat_interval_s
         self._server: Listener | None = None
         self._links: dict[WorkerId, _Link] = {}
@@ -100,14 +109,13 @@ class PeerLinks:
         self._refusals: dict[WorkerId, ReportPairing] = {}  # of the announced incarnations
         self._closing: set[asyncio.Task[None]] = set()
         self._measuring: set[asyncio.Task[None]] = set()
-        self._one_at_a_time = asyncio.Lock()  # two probes at once would each see half a link
         self._is_closed = False
         self.report: Callable[[ReportPairing], None] = lambda report: None
 
     async def listen(self, host: str) -> None:
         tls = self._keys.accepting if self._keys else None
         self._server = await listen(host, 0, _FROM_PEER, self._welcome, tls=tls)
-        self._expected = expected_bytes_per_s(self._server.address.rpartition(":")[0], self._link_gbits)
+        self._survey.expect_from(self._server.address.rpartition(":")[0])
         self.card = msgspec.structs.replace(self.card, control_address=self._server.address)
 
     def announce(self, cards: tuple[WorkerCard, ...]) -> None:
@@ -135,7 +143,7 @@ class PeerLinks:
         for link in list(self._links.values()):
             await self._measure(link)
         refused = tuple(LinkReport(report.peer, failure=report.failure) for report in self._refusals.values())
-        return (*self._reports.values(), *refused)
+        return (*(link.way.report for link in self._links.values()), *refused)
 
     def take_refusals(self) -> dict[Refusal, int]:
         """Control connections turned away since this was last asked."""
@@ -192,10 +200,11 @@ class PeerLinks:
                 raise PeerLost(f"{card.worker_id} is incarnation {answer.card.incarnation:x} by now")
             if answer.failure is not None:
                 raise ConfigurationError(answer.failure.message)
+            way = await self._survey.choose(answer.card)
         except BaseException:
             await channel.close()
             raise
-        link = self._attach(answer.card, channel)
+        link = self._attach(answer.card, channel, way)
         self.report(ReportPairing(card.worker_id, card.incarnation, None))
         return link.lost
 
@@ -220,7 +229,15 @@ class PeerLinks:
             self._worker.scheduler.counters.add(PAIRINGS_REFUSED)
             await channel.close()
             return
-        self._attach(request.card, channel)
+        try:
+            way = await self._survey.choose(request.card)  # its messages wait
+        except BaseException:
+            await channel.close()
+            raise
+        if self._is_closed:
+            await channel.close()
+            return
+        self._attach(request.card, channel, way)
 
     async def _answer_examination(self, channel: Channel[WorkerToWorker]) -> None:
         links = await self.examine()
@@ -229,45 +246,27 @@ class PeerLinks:
         await channel.close()
 
     async def _measure(self, link: _Link) -> None:
-        """How fast the transport to a peer is, told to whoever asks; a warning where it is far too slow."""
-        peer, courier = link.card.worker_id, self._worker.courier
-        kind = courier.transport_to(peer)
-        measured, failure = None, None
-        try:
-            if courier.can_measure(peer):
-                async with self._one_at_a_time:
-                    measured = await asyncio.get_running_loop().run_in_executor(None, courier.measure, peer)
-        except (PeerFault, OSError) as error:
-            failure = Failure(FailureKind.TRANSFER_FAILED, f"{peer} could not be measured: {error}")
-        if link.lost.done() or kind is None:
-            return
-        rate, latency_s = (measured.bytes_per_s, measured.latency_s) if measured else (0.0, 0.0)
-        report = LinkReport(peer, kind.value, self._keys is not None, rate, latency_s, self._expected, failure)
-        self._reports[peer] = report
-        if measured is not None:
-            text = f"{peer}: {kind.value}, {rate / BYTES_PER_GBIT:.2g} Gbit/s, {1e3 * latency_s:.2g} ms there and back"
-            _log.info("%s", text)
-        if slowness(rate, self._expected):
-            _log.warning("%s: only %s; see disagg doctor", peer, slowness(rate, self._expected))
+        link.way = await self._survey.measure(link.card, link.way)
 
-    def _attach(self, card: WorkerCard, channel: Channel[WorkerToWorker]) -> _Link:
+    def _link_states(self) -> tuple[LinkState, ...]:
+        return tuple(link.way.state for link in self._links.values())
+
+    def _attach(self, card: WorkerCard, channel: Channel[WorkerToWorker], way: Way) -> _Link:
         previous = self._links.get(card.worker_id)
         if previous is not None:
             self._let_go(previous, "replaced by a newer connection")
-        link = self._links[card.worker_id] = _Link(card, channel)
-        self._worker.attach_peer(card, channel.send)
-        kind = self._worker.courier.transport_to(card.worker_id)
-        if kind is not None:
-            self._worker.scheduler.counters.add(PAIRINGS, label=kind.value)
+        link = self._links[card.worker_id] = _Link(card, channel, way)
+        self._worker.attach_peer(card, channel.send, way.kind)
         self._worker.handle(PeerPaired(card))
         channel.start(
             beat_interval_s=self._beat_interval_s,
             on_message=lambda message: self._worker.handle(PeerMessageReceived(card.worker_id, message)),
             on_lost=lambda reason: self._let_go(link, reason),
         )
-        task = asyncio.create_task(self._measure(link))
-        self._measuring.add(task)
-        task.add_done_callback(self._measuring.discard)
+        if len(way.report.rates) < 2:  # otherwise it was measured before
+            task = asyncio.create_task(self._measure(link))
+            self._measuring.add(task)
+            task.add_done_callback(self._measuring.discard)
         return link
 
     def _let_go(self, link: _Link, reason: str) -> None:
@@ -278,7 +277,6 @@ class PeerLinks:
         del self._links[link.card.worker_id]
         self._worker.handle(PeerWasLost(link.card.worker_id, link.card.incarnation, reason))
         self._worker.detach_peer(link.card.worker_id)
-        self._reports.pop(link.card.worker_id, None)
         task = asyncio.get_running_loop().create_task(link.channel.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -6,7 +6,6 @@ import os
 import secrets
 import signal
 import sys
-from functools import partial
 
 from disagg.channel.keys import Keys, load_keys
 from disagg.channel.lifeline import watch_parent
@@ -24,7 +23,7 @@ from disagg.transport.api import Post
 from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
 from disagg.transport.shared_memory_sender import SharedMemorySender
 from disagg.transport.sharing import SharingDomain, take_domain
-from disagg.transport.tcp_link import TcpSenderConfig
+from disagg.transport.tcp_connection import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.worker.config import WorkerConfig
@@ -59,7 +58,7 @@ def run_worker(config: WorkerConfig) -> int:
 async def _serve(config: WorkerConfig, loaded: LoadedEngine, domain: SharingDomain | None) -> None:
     worker, peers = await start_worker(config, loaded, Watchdog(config.progress_timeout_s), domain)
     router = RouterLink(worker, peers, config.router_address, config.beat_interval_s, load_keys(config.keys))
-    page = MetricsPage(lambda: worker_exposition(peers.card, worker.scheduler.snapshot()))
+    page = MetricsPage(lambda: worker_exposition(peers.card, worker.state()))
     tasks: list[asyncio.Task[None]] = []
     try:
         if config.metrics_port is not None:
@@ -128,7 +127,14 @@ async def start_worker(
     memories = zip(rank_names(card), loaded.rank_memories, strict=True)
     courier = Courier(card, *(_movers(config, memory, name, incarnation, keys, domain) for name, memory in memories))
     worker = Worker(scheduler_config(config, loaded, incarnation), engine, courier, watchdog)
-    peers = PeerLinks(worker, courier.card, config.beat_interval_s, keys=keys, link_gbits=config.link_gbits)
+    peers = PeerLinks(
+        worker,
+        courier.card,
+        config.beat_interval_s,
+        keys=keys,
+        probe_s=config.probe_s,
+        link_gbits=config.link_gbits,
+    )
     await peers.listen(config.host)
     courier.card = peers.card
     return worker, peers
@@ -169,10 +175,10 @@ def _movers(
 
     def tcp(post: Post) -> Mover:
         lanes = TcpSenderConfig(num_lanes=config.data_connections)
-        sender = TcpSender(name, incarnation, reads, post, lanes, tls=keys.dialling if keys else None)
+        tls = keys.dialling if keys else None
+        sender = TcpSender(name, incarnation, reads, post, lanes, tls=tls, arena=shared)
         receiver = TcpReceiver(lands_in, incarnation, post, host=config.host, tls=keys.accepting if keys else None)
-        measure = partial(sender.measure, budget_s=config.probe_s) if config.probe_s else None
-        return Mover(sender, receiver, memory.outgoing, measure, receiver.refused)
+        return Mover(sender, receiver, memory.outgoing, sender.measure, receiver.refused)
 
     def make(post: Post) -> dict[TransportKind, Mover]:
         movers = {TransportKind.TCP: tcp(post)}
@@ -180,7 +186,7 @@ def _movers(
             # A neighbour that may still write when the lease has ended is ended by force.
             receiver = SharedMemoryReceiver(shared, incarnation, post, domain, fence_timeout_s=config.lease_s)
             sender = SharedMemorySender(name, reads, post, domain, arena=shared)
-            movers[TransportKind.SHARED_MEMORY] = Mover(sender, receiver, memory.outgoing)
+            movers[TransportKind.SHARED_MEMORY] = Mover(sender, receiver, memory.outgoing, sender.measure)
         return movers
 
     return make

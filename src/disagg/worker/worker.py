@@ -11,9 +11,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
+from disagg.core.endpoints import TransportKind
 from disagg.core.errors import DisaggError, Failure, FailureKind, InternalFault, InvalidRequest
 from disagg.core.ids import WorkerId
-from disagg.protocol.messages import ReportState, WorkerCard, WorkerToRouter, WorkerToWorker
+from disagg.protocol.messages import LinkState, ReportState, WorkerCard, WorkerToRouter, WorkerToWorker
 from disagg.scheduler.actions import (
     Action,
     OpenGrant,
@@ -62,6 +65,7 @@ class Worker:
         self._send_to_router: Callable[[WorkerToRouter], None] | None = None
         self._peers: dict[WorkerId, Callable[[WorkerToWorker], None]] = {}
         self._is_closed = False
+        self.link_states: Callable[[], tuple[LinkState, ...]] = lambda: ()  # of paired peers, without what was learned
         self._perform: dict[type, Callable[..., None]] = {
             SendToRouter: self._tell_router,
             SendToPeer: self._tell_peer,
@@ -105,9 +109,10 @@ class Worker:
         """Where messages to the router go; None while there is none."""
         self._send_to_router = send
 
-    def attach_peer(self, card: WorkerCard, send: Callable[[WorkerToWorker], None]) -> None:
+    def attach_peer(self, card: WorkerCard, send: Callable[[WorkerToWorker], None], kind: TransportKind) -> None:
+        """`kind` carries KV to it."""
         self._peers[card.worker_id] = send
-        self.courier.connect(card)
+        self.courier.connect(card, kind)
 
     def detach_peer(self, worker_id: WorkerId) -> None:
         self._peers.pop(worker_id, None)
@@ -127,9 +132,13 @@ class Worker:
         """Also the loop's sign of life for the watchdog."""
         if self._watchdog is not None:
             self._watchdog.stamp_loop()
-        scheduler = self.scheduler
-        report = ReportState(scheduler.config.role, scheduler.snapshot(), scheduler.is_draining)
+        report = ReportState(self.scheduler.config.role, self.state(), self.scheduler.is_draining)
         self._tell_router(SendToRouter(report))
+
+    def state(self) -> WorkerState:
+        """What others are told of it."""
+        state = self.scheduler.snapshot()
+        return msgspec.structs.replace(state, links=_joined(self.link_states(), state.links))
 
     async def close(self) -> None:
         """Stop the step thread and the transport. A step that runs is waited for: it cannot be interrupted."""
@@ -219,3 +228,9 @@ class Worker:
     def _tick(self) -> None:
         self._timer = None
         self.handle(ClockTicked())
+
+
+def _joined(paired: tuple[LinkState, ...], learned: tuple[LinkState, ...]) -> tuple[LinkState, ...]:
+    """What is known of each way since it was chosen, and what its use has taught."""
+    rates = {link.peer: link.bytes_per_s for link in learned}
+    return tuple(msgspec.structs.replace(link, bytes_per_s=rates.get(link.peer, 0.0)) for link in paired)

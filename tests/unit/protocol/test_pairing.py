@@ -10,7 +10,7 @@ from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.roles import Numerics, Role
 from disagg.core.spans import KvLayout
 from disagg.protocol.messages import PoolCard, WorkerCard
-from disagg.protocol.pairing import card_flaw, common_endpoints, is_handoff_pair, pairing_failure
+from disagg.protocol.pairing import card_flaw, common_kinds, endpoints_over, is_handoff_pair, pairing_failure
 
 replace = msgspec.structs.replace
 TCP = Endpoint(TransportKind.TCP, "127.0.0.1:9")
@@ -124,14 +124,14 @@ def test_without_a_common_transport_both_offers_are_named() -> None:
     assert pairing_failure(card("pre-a", endpoints=()), card("dec-b", endpoints=())) is not None
 
 
-def test_the_best_common_transport_is_taken_at_the_destination() -> None:
+def test_common_transports_are_written_to_at_the_destination() -> None:
     elsewhere = Endpoint(TransportKind.TCP, "127.0.0.1:10")
-    assert common_endpoints(card("pre-a", endpoints=(TCP, LOCAL)), card("dec-b", endpoints=(elsewhere, LOCAL))) == (
-        LOCAL,
-    )
-    assert common_endpoints(card("pre-a", endpoints=(TCP,)), card("dec-b", endpoints=(LOCAL, elsewhere))) == (
-        elsewhere,
-    )
+    source, target = card("pre-a", endpoints=(LOCAL, TCP)), card("dec-b", endpoints=(elsewhere, LOCAL))
+    assert common_kinds(source, target) == (TransportKind.TCP, TransportKind.IN_PROCESS)
+    assert endpoints_over(source, target, TransportKind.TCP) == (elsewhere,)
+    assert endpoints_over(source, target, TransportKind.IN_PROCESS) == (LOCAL,)
+    assert endpoints_over(source, target, TransportKind.SHARED_MEMORY) == ()
+    assert common_kinds(card("pre-a", endpoints=(TCP,)), target) == (TransportKind.TCP,)
 
 
 def test_shared_memory_is_common_within_one_domain_only() -> None:
@@ -139,8 +139,10 @@ def test_shared_memory_is_common_within_one_domain_only() -> None:
     foreign = Endpoint(TransportKind.SHARED_MEMORY, "b/3")
     elsewhere = Endpoint(TransportKind.TCP, "127.0.0.1:10")
     source = card("pre-a", endpoints=(TCP, ours))
-    assert common_endpoints(source, card("dec-b", endpoints=(elsewhere, theirs))) == (theirs,)
-    assert common_endpoints(source, card("dec-b", endpoints=(elsewhere, foreign))) == (elsewhere,)
+    neighbour, stranger = (card("dec-b", endpoints=(elsewhere, each)) for each in (theirs, foreign))
+    assert common_kinds(source, neighbour) == (TransportKind.TCP, TransportKind.SHARED_MEMORY)
+    assert endpoints_over(source, neighbour, TransportKind.SHARED_MEMORY) == (theirs,)
+    assert common_kinds(source, stranger) == (TransportKind.TCP,)
     assert pairing_failure(source, card("dec-b", endpoints=(foreign,))) is not None
 
 

@@ -9,8 +9,10 @@ import pytest
 from disagg.channel.tally import Refusal
 from disagg.core.errors import FailureKind
 from disagg.kvcache.block_pool import BlockState
+from disagg.policy.partial_start import PartialOutcome
 from disagg.policy.routing import Path as RoutePath
 from disagg.policy.routing import PlacementReason
+from disagg.policy.transport_choice import ChoiceReason
 from disagg.telemetry import metrics as table
 from disagg.telemetry.metrics import (
     ALL_METRICS,
@@ -73,6 +75,8 @@ def test_names_are_written_nowhere_else(path: Path) -> None:
         ((table.TTFT_SECONDS, table.ITL_SECONDS, table.TPOT_SECONDS, table.E2E_SECONDS), RoutePath, ()),
         ((table.CONTROL_REFUSED, table.DATA_REFUSED, table.PEERS_REFUSED), Refusal, ()),
         ((table.MOVES,), FailureKind, ("drain",)),
+        ((table.PARTIAL_STARTS,), PartialOutcome, ()),
+        ((table.TRANSPORTS_CHOSEN,), ChoiceReason, ()),
     ],
 )
 def test_listed_values_are_those_of_the_enums_above(

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 import pytest
-from tests.unit.transport.rigs import InProcessRig, Rig, TcpRig, open_descriptors
-from tests.unit.transport.shared_memory_rig import SharedMemoryRig
+from tests.unit.transport.rigs import InProcessRig, Rig, SharedMemoryRig, TcpRig, open_descriptors
 
 from disagg.channel.keys import Keys, load_keys
 from disagg.cluster.authority import make_keys
+from disagg.transport import stream
 
 
 def shared_pages() -> tuple[int, int, int]:
@@ -49,10 +49,15 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     return made
 
 
-@pytest.fixture(params=["tcp", "tls", "two lanes", "shared_memory", "in_process"])
-def rig(request: pytest.FixtureRequest, keys: Keys, nothing_left_behind: None) -> Iterator[Rig]:
+@pytest.fixture(params=["tcp", "tcp, not compiled", "tls", "two lanes", "shared_memory", "in_process"])
+def rig(
+    request: pytest.FixtureRequest, keys: Keys, nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Rig]:
+    if "not compiled" in request.param:
+        monkeypatch.setattr(stream, "native_runs", lambda: None)
     make: dict[str, Callable[[], object]] = {
         "tcp": TcpRig,
+        "tcp, not compiled": TcpRig,
         "tls": lambda: TcpRig(keys.dialling, keys.accepting),
         "two lanes": lambda: TcpRig(num_lanes=2),
         "shared_memory": SharedMemoryRig,

@@ -1,22 +1,29 @@
 """Two ends of one transport, joined by something that can corrupt, hold or cut what passes."""
 
-import contextlib
 import os
 import random
 import socket
 import ssl
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
+
+import msgspec
+from tests.unit.transport.relays import MessageRelay, Relay
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
-from disagg.testing.memory import BytesLanding, BytesMemory, StagedLanding
+from disagg.testing.memory import BytesLanding, BytesMemory, SealedBytesMemory, StagedLanding
 from disagg.transport.api import Receiver, Sender, TransportEvent, Write
 from disagg.transport.capability import frame_proof, grant_name, hello_proof
 from disagg.transport.in_process import Fault, InProcessNetwork
-from disagg.transport.tcp_link import TcpSenderConfig
+from disagg.transport.link_sender import LinkSender
+from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
+from disagg.transport.shared_memory_sender import SharedMemorySender
+from disagg.transport.sharing import draw_domain
+from disagg.transport.tcp_connection import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.transport.wire import (
@@ -89,132 +96,7 @@ def open_descriptors() -> set[str]:
     return found
 
 
-class Relay:
-    """Passes bytes between a sender and a receiver. Upstream is towards the receiver; offsets count its bytes."""
-
-    def __init__(self, address: str) -> None:
-        self.target = address
-        self._changed = threading.Condition()
-        self._num_passed = 0
-        self._hold_at: int | None = None
-        self._flip_at: int | None = None
-        self.swallows_answers = False
-        self._is_closed = False
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._threads: list[threading.Thread] = []
-        self._listener = socket.socket()
-        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
-        self._listener.bind(("127.0.0.1", 0))
-        self._listener.listen()
-        host, port = self._listener.getsockname()
-        self.address = f"{host}:{port}"
-        self._start(self._accept)
-
-    def flip_ahead(self, num_bytes: int) -> None:
-        with self._changed:
-            self._flip_at = self._num_passed + num_bytes
-
-    def hold_ahead(self, num_bytes: int) -> None:
-        with self._changed:
-            self._hold_at = self._num_passed + num_bytes
-
-    def wait_held(self) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._num_passed == self._hold_at, DEADLINE_S), "nothing was held"
-
-    def release(self) -> None:
-        with self._changed:
-            self._hold_at = None
-            self._changed.notify_all()
-
-    def cut(self) -> None:
-        with self._changed:
-            for pair in self._pairs:
-                for sock in pair:
-                    _shut(sock)
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-        _shut(self._listener)
-        self.cut()
-        self.release()
-        for thread in self._threads:
-            thread.join(DEADLINE_S)
-            assert not thread.is_alive()
-        self._listener.close()
-        for pair in self._pairs:
-            for sock in pair:
-                sock.close()
-
-    def _start(self, run: Callable[..., None], *args: socket.socket) -> None:
-        thread = threading.Thread(target=run, args=args, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                host, _, port = self.target.rpartition(":")
-                far = socket.create_connection((host, int(port)))
-            except OSError:
-                near.close()
-                continue
-            with self._changed:
-                self._pairs.append((near, far))
-                self._start(self._upstream, near, far)
-                self._start(self._downstream, far, near)
-                if self._is_closed:
-                    _shut(near)
-                    _shut(far)
-
-    def _upstream(self, near: socket.socket, far: socket.socket) -> None:
-        try:
-            while data := bytearray(near.recv(16 << 10)):
-                while data:
-                    part = self._cut_part(data)
-                    if part is None:
-                        return
-                    far.sendall(part)
-                    del data[: len(part)]
-        except OSError:
-            pass
-        _shut(far)
-
-    def _cut_part(self, data: bytearray) -> bytes | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._hold_at is None or self._num_passed < self._hold_at)
-            if self._is_closed:
-                return None
-            size = len(data) if self._hold_at is None else min(len(data), self._hold_at - self._num_passed)
-            part = data[:size]
-            if self._flip_at is not None and self._num_passed <= self._flip_at < self._num_passed + size:
-                part[self._flip_at - self._num_passed] ^= 0x10
-                self._flip_at = None
-            self._num_passed += size
-            self._changed.notify_all()
-            return bytes(part)
-
-    def _downstream(self, far: socket.socket, near: socket.socket) -> None:
-        try:
-            while data := far.recv(16 << 10):
-                if not self.swallows_answers:
-                    near.sendall(data)
-        except OSError:
-            pass
-        _shut(near)
-
-
-def _shut(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-
-
-class GatedMemory(BytesMemory):
+class GatedMemory(SealedBytesMemory):
     """Its landings can be made to wait, as a slow copy would."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -227,6 +109,21 @@ class GatedMemory(BytesMemory):
         self.entered.set()
         assert self.gate.wait(DEADLINE_S)
         return super().landing(segments)
+
+
+class SpoiledMemory(SealedBytesMemory):
+    """Bytes of its next landing have changed since they were copied."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes)
+        self.spoils_next = False
+
+    def landing(self, segments: Sequence[Segment]) -> BytesLanding | StagedLanding:
+        made = super().landing(segments)
+        if self.spoils_next:
+            self.spoils_next = False
+            made.buffers[0][0] ^= 0x10
+        return made
 
 
 class Rig(Protocol):
@@ -306,67 +203,48 @@ def raw_header(key: bytes, nonce: bytes, number: int, destination: tuple[Segment
     return FrameHeader(grant_name(key), number, b"", destination, num_bytes, proof)
 
 
-class TcpRig:
-    can_force_fence = True
+class LinkRig(ABC):
+    """Both ends of a kind that has connections, and a relay between them. Subclasses set source, target and relay."""
 
-    def __init__(
-        self,
-        client_tls: ssl.SSLContext | None = None,
-        server_tls: ssl.SSLContext | None = None,
-        *,
-        num_lanes: int = 1,
-    ) -> None:
-        self.num_lanes = num_lanes
-        self.is_encrypted = client_tls is not None
-        self.client_tls, self.server_tls = client_tls, server_tls
-        self.source = BytesMemory(data=pattern(ARENA_BYTES))
-        self.gated = GatedMemory(ARENA_BYTES)
-        self.target: BytesMemory = self.gated
+    num_lanes = 1
+    is_encrypted = False
+    source: BytesMemory
+    target: BytesMemory
+
+    def __init__(self) -> None:
         self.sent, self.landed = EventLog(), EventLog()
-        self.receiver = self._receiver(RECEIVER_INCARNATION)
-        self.relay = Relay(self.receiver.endpoint.address)
-        self.sender = TcpSender(
-            PREFILL, SENDER_INCARNATION, self.source, self.sent.post, self._config(), tls=client_tls
-        )
-        self.others: list[TcpSender] = []
+        self.receiver = self._make_receiver(RECEIVER_INCARNATION)
+        self.relay = self._make_relay(self.receiver.endpoint.address)
+        self.others: list[LinkSender] = []
+        self.sender = self._make_sender(PREFILL, SENDER_INCARNATION, self.sent)
         self.connect(self.sender)
 
-    def _receiver(self, incarnation: Incarnation) -> TcpReceiver:
-        return TcpReceiver(
-            self.target, incarnation, self.landed.post, fence_timeout_s=FENCE_S, secret=b"rig", tls=self.server_tls
-        )
+    @abstractmethod
+    def _make_receiver(self, incarnation: Incarnation) -> TcpReceiver | SharedMemoryReceiver: ...
 
-    def _config(self) -> TcpSenderConfig:
-        return TcpSenderConfig(fence_timeout_s=FENCE_S, num_lanes=self.num_lanes)
+    @abstractmethod
+    def _make_relay(self, target: str) -> Relay | MessageRelay: ...
+
+    @abstractmethod
+    def _make_sender(self, worker_id: WorkerId, own: Incarnation, log: EventLog) -> LinkSender: ...
 
     def connect(self, sender: Sender, incarnation: Incarnation = RECEIVER_INCARNATION) -> None:
         self._introduce(sender, PREFILL, SENDER_INCARNATION, incarnation)
 
     def _introduce(self, sender: Sender, worker_id: WorkerId, own: Incarnation, incarnation: Incarnation) -> None:
-        token = self.receiver.endpoint_for(worker_id, own).token
-        sender.connect(DECODE, Endpoint(TransportKind.TCP, self.relay.address, token), incarnation)
+        endpoint = self.receiver.endpoint_for(worker_id, own)
+        sender.connect(DECODE, msgspec.structs.replace(endpoint, address=self.relay.address), incarnation)
 
     def another_sender(self, worker_id: WorkerId, log: EventLog) -> Sender:
-        sender = TcpSender(worker_id, Incarnation(33), self.source, log.post, self._config(), tls=self.client_tls)
+        sender = self._make_sender(worker_id, Incarnation(33), log)
         self.others.append(sender)
         self._introduce(sender, worker_id, Incarnation(33), RECEIVER_INCARNATION)
         return sender
 
     def restart_receiver(self, incarnation: Incarnation) -> None:
         self.receiver.close()
-        self.receiver = self._receiver(incarnation)
+        self.receiver = self._make_receiver(incarnation)
         self.relay.target = self.receiver.endpoint.address
-
-    def corrupt_next(self) -> None:
-        self.relay.flip_ahead(2000)
-
-    def hold_next(self) -> None:
-        self.gated.entered.clear()
-        self.relay.hold_ahead(2000)
-
-    def wait_held(self) -> None:
-        self.relay.wait_held()
-        assert self.gated.entered.wait(DEADLINE_S)
 
     def release(self) -> None:
         self.relay.release()
@@ -388,6 +266,99 @@ class TcpRig:
             sender.close()
         self.receiver.close()
         self.relay.close()
+        vars(self).clear()  # the arenas are given back, which is checked next
+
+
+class TcpRig(LinkRig):
+    can_force_fence = True
+    relay: Relay
+    receiver: TcpReceiver
+    sender: TcpSender
+
+    def __init__(
+        self,
+        client_tls: ssl.SSLContext | None = None,
+        server_tls: ssl.SSLContext | None = None,
+        *,
+        num_lanes: int = 1,
+    ) -> None:
+        self.num_lanes = num_lanes
+        self.is_encrypted = client_tls is not None
+        self.client_tls, self.server_tls = client_tls, server_tls
+        self.source = SealedBytesMemory(data=pattern(ARENA_BYTES))
+        self.gated = GatedMemory(ARENA_BYTES)
+        self.target = self.gated
+        super().__init__()
+
+    def _make_receiver(self, incarnation: Incarnation) -> TcpReceiver:
+        return TcpReceiver(
+            self.target, incarnation, self.landed.post, fence_timeout_s=FENCE_S, secret=b"rig", tls=self.server_tls
+        )
+
+    def _make_relay(self, target: str) -> Relay:
+        return Relay(target)
+
+    def _make_sender(self, worker_id: WorkerId, own: Incarnation, log: EventLog) -> TcpSender:
+        config = TcpSenderConfig(fence_timeout_s=FENCE_S, num_lanes=self.num_lanes)
+        return TcpSender(worker_id, own, self.source, log.post, config, tls=self.client_tls)
+
+    def corrupt_next(self) -> None:
+        self.relay.flip_ahead(2000)
+
+    def hold_next(self) -> None:
+        self.gated.entered.clear()
+        self.relay.hold_ahead(2000)
+
+    def wait_held(self) -> None:
+        self.relay.wait_held()
+        assert self.gated.entered.wait(DEADLINE_S)
+
+
+class SharedMemoryRig(LinkRig):
+    """Both ends in one process."""
+
+    can_force_fence = False  # a process is ended by force, and this one is the test's own
+    relay: MessageRelay
+    receiver: SharedMemoryReceiver
+    sender: SharedMemorySender
+
+    def __init__(self) -> None:
+        self.domain = draw_domain()
+        self.source = SealedBytesMemory(data=pattern(ARENA_BYTES))
+        self.spoiled = SpoiledMemory(ARENA_BYTES)
+        self.target = self.spoiled
+        self.ended: list[int] = []  # pidfds of processes ended by force
+        super().__init__()
+
+    def _make_receiver(self, incarnation: Incarnation) -> SharedMemoryReceiver:
+        return SharedMemoryReceiver(
+            self.spoiled,
+            incarnation,
+            self.landed.post,
+            self.domain,
+            fence_timeout_s=FENCE_S,
+            end_writer=self.ended.append,
+        )
+
+    def _make_relay(self, target: str) -> MessageRelay:
+        return MessageRelay(self.domain, target)
+
+    def _make_sender(self, worker_id: WorkerId, own: Incarnation, log: EventLog) -> SharedMemorySender:
+        return SharedMemorySender(worker_id, self.source, log.post, self.domain)
+
+    def corrupt_next(self) -> None:
+        self.spoiled.spoils_next = True
+
+    def hold_next(self) -> None:
+        self.relay.hold("copied")
+
+    def wait_held(self) -> None:
+        self.relay.wait_held()
+
+    def close(self) -> None:
+        ended = self.ended
+        super().close()
+        assert not ended
 
 
 class InProcessRig:
@@ -445,6 +416,7 @@ class InProcessRig:
         self.sender.close()
         self.receiver.close()
         self.network.close()
+        vars(self).clear()
 
     def _once(self, fault: Fault) -> None:
         faults = [fault]

@@ -34,7 +34,7 @@ from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory
 from disagg.transport.api import ConnectionLost, WriteFinished, WriteLanded
 from disagg.transport.capability import SECRET_BYTES, frame_proof, grant_name, hello_proof, pairing_token
-from disagg.transport.tcp_link import TcpSenderConfig
+from disagg.transport.tcp_connection import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.transport.wire import FrameHeader, Item, checksum_of, encode, encode_trailer
@@ -184,14 +184,17 @@ def test_a_sender_without_a_certificate_is_refused_and_counted(keys: Keys) -> No
 
 def test_a_link_is_measured_on_a_connection_of_its_own(tcp: TcpRig) -> None:
     assert isinstance(tcp.sender, TcpSender)
-    measured = tcp.sender.measure(DECODE, 0.02)
+    endpoint = tcp.receiver.endpoint_for(PREFILL, SENDER_INCARNATION)
+    measured = tcp.sender.measure(endpoint, RECEIVER_INCARNATION, 0.02)
     assert measured.bytes_per_s > 1e6
     assert 0 < measured.latency_s < 1
     assert tcp.target.num_commits == 0
     assert tcp.landed.events == []
-    tcp.sender.disconnect(DECODE)
-    with pytest.raises(PeerLost, match="not connected"):
-        tcp.sender.measure(DECODE, 0.02)
+    with pytest.raises(PeerLost, match="incarnation"):
+        tcp.sender.measure(endpoint, Incarnation(404), 0.02)
+    tcp.sender.close()
+    with pytest.raises(PeerLost, match="closed"):
+        tcp.sender.measure(endpoint, RECEIVER_INCARNATION, 0.02)
 
 
 def test_an_idle_connection_is_made_anew_before_it_is_trusted(tcp: TcpRig) -> None:

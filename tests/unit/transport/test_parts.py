@@ -1,23 +1,20 @@
-"""The parts below both kinds: segments, the queue, grants, deadlines, the outbox."""
+"""The parts below both kinds: segments, grants, deadlines, the outbox."""
 
 import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.transport.rigs import DEADLINE_S, PREFILL, write_of
+from tests.unit.transport.rigs import DEADLINE_S, PREFILL
 
-from disagg.core.errors import ProtocolViolation
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory
 from disagg.transport import grants as grants_module
-from disagg.transport.api import GrantFenced, TransportEvent, Write, WriteLanded
-from disagg.transport.capability import grant_name
+from disagg.transport.api import GrantFenced, TransportEvent, WriteLanded
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.grants import AlreadyLanded, GrantTable, LandedNumbers, Refused, Visit
 from disagg.transport.outbox import Outbox
 from disagg.transport.segments import SegmentSet, advance, batches, copy_views
-from disagg.transport.send_queue import SendQueue
 
 segment = st.builds(Segment, st.integers(0, 60), st.integers(1, 12))
 
@@ -65,61 +62,6 @@ def test_copy_crosses_unequal_cuts(payload: bytes, data: st.DataObject) -> None:
     target = bytearray(len(payload))
     copy_views(cut(memoryview(payload)), cut(memoryview(target)))
     assert bytes(target) == payload
-
-
-def write_bytes(key: bytes, number: int, num_bytes: int) -> Write:
-    return write_of(key, number, (Segment(0, num_bytes),), (Segment(0, num_bytes),))
-
-
-def test_the_queue_takes_keys_in_turn() -> None:
-    queue = SendQueue(1000)
-    for key in (b"a", b"b", b"c"):
-        for number in range(3 if key != b"c" else 1):
-            queue.put(write_bytes(key, number, 10))
-    order = []
-    while (write := queue.try_start()) is not None:
-        order.append((write.key, write.number))
-        queue.check_invariants()
-        queue.sent()
-    assert order == [(b"a", 0), (b"b", 0), (b"c", 0), (b"a", 1), (b"b", 1), (b"a", 2), (b"b", 2)]
-
-
-def test_the_queue_caps_what_is_not_acknowledged_but_lets_a_large_write_go_alone() -> None:
-    queue = SendQueue(100)
-    for number, size in enumerate((60, 40, 1, 500, 1)):
-        queue.put(write_bytes(b"a", number, size))
-    for _ in range(2):
-        assert queue.try_start() is not None
-        queue.sent()
-    assert queue.try_start() is None
-    assert queue.next_acknowledged(grant_name(b"a"), 0).number == 0
-    queue.acknowledge()
-    third = queue.try_start()
-    assert third is not None
-    assert third.number == 2
-    queue.sent()
-    assert queue.try_start() is None
-    queue.acknowledge()
-    queue.acknowledge()
-    large = queue.try_start()
-    assert large is not None
-    assert large.number == 3
-    queue.sent()
-    assert queue.try_start() is None
-    queue.check_invariants()
-    assert [write.number for write in queue.drop_all()] == [3, 4]
-    assert queue.is_empty
-
-
-def test_an_answer_out_of_order_is_a_violation() -> None:
-    queue = SendQueue(100)
-    with pytest.raises(ProtocolViolation, match="none is in flight"):
-        queue.next_acknowledged(grant_name(b"a"), 0)
-    queue.put(write_bytes(b"a", 0, 10))
-    queue.try_start()
-    queue.sent()
-    with pytest.raises(ProtocolViolation, match="was due"):
-        queue.next_acknowledged(grant_name(b"a"), 1)
 
 
 def test_landed_numbers_fold_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,22 +20,22 @@ from tests.unit.transport.rigs import (
     PREFILL,
     RECEIVER_INCARNATION,
     EventLog,
+    SharedMemoryRig,
     write_of,
 )
-from tests.unit.transport.shared_memory_rig import SharedMemoryRig
 
 from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import InternalFault, ProtocolViolation
+from disagg.core.errors import InternalFault, PeerLost
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory, SealedBytesMemory
-from disagg.transport.api import ConnectionLost, GrantFenced, Write, WriteFinished, WriteLanded, WritesStopped
-from disagg.transport.copy_queue import CopyQueue
+from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded, WritesStopped
 from disagg.transport.local_stream import MAX_MESSAGE_BYTES, abstract_address
-from disagg.transport.shared_memory_link import SharedMemorySenderConfig
+from disagg.transport.shared_memory_connection import SharedMemorySenderConfig
 from disagg.transport.shared_memory_receiver import MAX_TICKETS, SharedMemoryReceiver
 from disagg.transport.shared_memory_sender import SharedMemorySender
 from disagg.transport.shared_memory_wire import (
+    PROBE_BYTES,
     Admission,
     Answer,
     Copied,
@@ -355,70 +355,42 @@ def test_nobody_else_finds_a_name_and_nothing_is_left_of_an_arena() -> None:
         sock.connect(abstract_address(address))
 
 
-# --- the queue -----------------------------------------------------------------------------------------------------
+# --- measuring -----------------------------------------------------------------------------------------------------
 
 
-def queued(number: int, num_bytes: int = 10, key: bytes = b"a") -> Write:
-    return write_of(key, number, (Segment(0, num_bytes),), (Segment(0, num_bytes),))
+def test_a_link_is_measured_in_memory_of_its_own(shared: SharedMemoryRig) -> None:
+    assert_still_serves(shared, 0)
+    before = shared.target.read(WHOLE)
+    measured = shared.sender.measure(shared.receiver.endpoint, RECEIVER_INCARNATION, 0.02)
+    assert measured.bytes_per_s > 1e6
+    assert 0 < measured.latency_s < 1
+    assert shared.target.read(WHOLE) == before
+    assert_still_serves(shared, 1)
+    assert shared.sent.of(ConnectionLost) == []  # the connection that carries writes is still the same
+    assert len(shared.landed.of(WriteLanded)) == 2
+    with pytest.raises(PeerLost, match="incarnation"):
+        shared.sender.measure(shared.receiver.endpoint, Incarnation(404), 0.02)
+    shared.sender.close()
+    with pytest.raises(PeerLost, match="closed"):
+        shared.sender.measure(shared.receiver.endpoint, RECEIVER_INCARNATION, 0.02)
 
 
-def test_requests_run_ahead_under_the_cap_and_a_repeated_write_waits() -> None:
-    queue = CopyQueue(max_ahead_bytes=100, max_ahead=3)
-    for number, size in ((0, 60), (0, 60), (1, 30), (2, 500)):
-        queue.put(queued(number, size))
-    queue.put(queued(7, 20, key=b"b"))
-    first = queue.try_request()
-    assert first is not None
-    second = queue.try_request()
-    assert second is not None
-    assert (second.write.key, second.write.number) == (b"b", 7)
-    assert queue.try_request() is None  # 0 again: only after its answer
-    queue.permit(first.number)
-    assert queue.try_copy() == first
-    queue.check_invariants()
-    queue.copied()
-    assert queue.answer(first.number) == first.write
-    again = queue.try_request()
-    assert again is not None
-    assert again.write.number == 0
-    assert queue.try_request() is None  # 30 more would pass the cap
-    queue.check_invariants()
-    for ticket in (second.number, again.number):
-        assert queue.answer(ticket) is not None
-    third = queue.try_request()
-    assert third is not None
-    assert queue.try_request() is None
-    queue.answer(third.number)
-    alone = queue.try_request()
-    assert alone is not None
-    assert alone.num_bytes == 500
-    queue.check_invariants()
-    assert queue.drop_all() == (alone.write,)
-    assert queue.is_empty
-
-
-def test_what_is_cancelled_is_told_at_once_and_withdrawn_when_permitted() -> None:
-    queue = CopyQueue(max_ahead_bytes=100, max_ahead=8)
-    for number in range(5):
-        queue.put(queued(number))
-    tickets = [queue.try_request() for _ in range(4)]
-    numbers = [ticket.number for ticket in tickets if ticket is not None]
-    queue.permit(numbers[0])
-    queue.permit(numbers[1])
-    copying = queue.try_copy()
-    assert copying is not None
-    assert sorted(write.number for write in queue.drop(b"a")) == [1, 2, 3, 4]
-    queue.check_invariants()
-    assert queue.next_withdrawn() == numbers[1]
-    queue.permit(numbers[2])
-    assert queue.next_withdrawn() == numbers[2]
-    assert queue.answer(numbers[3]) is None  # it was refused anyway
-    queue.abandon()
-    assert queue.next_withdrawn() == numbers[0]
-    assert queue.is_empty
-    for strange in (numbers[0], 99):
-        with pytest.raises(ProtocolViolation, match="waits for none"):
-            queue.permit(strange)
-        with pytest.raises(ProtocolViolation, match="waits for none"):
-            queue.answer(strange)
-    queue.check_invariants()
+@pytest.mark.parametrize(
+    "message",
+    [
+        request(1, destination=(Segment(0, PROBE_BYTES + 1),)),
+        request(1, destination=(Segment(PROBE_BYTES, 1),)),
+        request(1, destination=(Segment(-1, 1),)),
+        Copied(1, 0),
+        Withdrawal(1),
+        b"noise",
+    ],
+    ids=["too many", "outside", "negative", "unasked", "withdrawn", "noise"],
+)
+def test_who_only_measures_can_do_nothing_else(shared: SharedMemoryRig, message: WriterMessage | bytes) -> None:
+    with raw_writer(shared) as writer:
+        writer.say(Greeting(RAW, RECEIVER_INCARNATION, shared.domain.secret, is_probe=True))
+        assert writer.hear() == Admission(None, PROBE_BYTES)
+        writer.say(message)
+        assert writer.is_closed_by_peer()
+    assert_still_serves(shared, 0)

@@ -43,7 +43,7 @@ from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory
 from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded, WritesStopped
 from disagg.transport.capability import NONCE_BYTES, grant_name
-from disagg.transport.tcp_link import TcpSenderConfig
+from disagg.transport.tcp_connection import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.transport.wire import (
@@ -258,6 +258,22 @@ def test_an_answer_before_the_last_byte_is_not_believed() -> None:
         sender.write(write_of(KEY, 0, run, run))
         assert log.wait(WriteFinished)[0].failure is not None
         log.wait(ConnectionLost)
+        sender.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [((Ack(grant_name(KEY), 7, None),), "was due"), ((Ack(grant_name(KEY), 0, None),) * 2, "none is in flight")],
+    ids=["another", "one too many"],
+)
+def test_an_answer_that_is_not_due_ends_the_connection(answers: tuple[Ack, ...], said: str) -> None:
+    with silent_peer(b"".join(encode(Item.ACK, answer) for answer in answers)) as peer:
+        log = EventLog()
+        sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(100), log.post)
+        sender.connect(DECODE, peer.endpoint, RECEIVER_INCARNATION)
+        sender.write(write_of(KEY, 0, (Segment(0, 100),), (Segment(0, 100),)))
+        assert said in log.wait(ConnectionLost)[0].reason
+        assert len(log.of(WriteFinished)) == 1
         sender.close()
 
 

@@ -61,8 +61,8 @@ class End:
 def ends() -> tuple[InProcessNetwork, End, End]:
     network = InProcessNetwork(threaded=False)
     source, target = End(network, "p", 1, block_size=4), End(network, "d", 2, block_size=8)
-    source.courier.connect(target.courier.card)
-    target.courier.connect(source.courier.card)
+    source.courier.connect(target.courier.card, TransportKind.IN_PROCESS)
+    target.courier.connect(source.courier.card, TransportKind.IN_PROCESS)
     return network, source, target
 
 
@@ -171,4 +171,4 @@ def test_a_peer_without_common_transport_cannot_be_connected(ends: tuple[InProce
     _, source, target = ends
     card = msgspec.structs.replace(target.courier.card, data_endpoints=(Endpoint(TransportKind.TCP, "127.0.0.1:1"),))
     with pytest.raises(InternalFault, match="d was paired without a common transport"):
-        source.courier.connect(card)
+        source.courier.connect(card, TransportKind.TCP)

@@ -12,7 +12,7 @@ from tests.unit.worker.rigs import DEADLINE_S, layout, meet, site, until
 from disagg.core.errors import ConfigurationError
 from disagg.core.roles import Role
 from disagg.protocol.state_metrics import worker_exposition
-from disagg.telemetry.metrics import PAIRINGS, WORKER_METRICS, MetricKind
+from disagg.telemetry.metrics import LINKS, TRANSPORTS_CHOSEN, WORKER_METRICS, MetricKind
 from disagg.worker import metrics_page
 from disagg.worker.config import WorkerConfig
 from disagg.worker.metrics_page import MAX_CONNECTIONS, MetricsPage
@@ -99,15 +99,16 @@ async def test_an_address_that_is_taken_is_one_plain_line() -> None:
 async def test_a_worker_shows_its_whole_part_of_the_table_and_who_it_has_met() -> None:
     async with site("p", Role.PREFILL) as one, site("d", Role.DECODE, kv=layout(block_size=8)) as other:
         await meet(one, other)
-        text = worker_exposition(one.peers.card, one.worker.scheduler.snapshot())
+        text = worker_exposition(one.peers.card, one.worker.state())
         families = {family.name: family for family in text_string_to_metric_families(text.decode())}
         names = {m.name.removesuffix("_total") if m.kind is MetricKind.COUNTER else m.name for m in WORKER_METRICS}
         assert families.keys() == names
         for family in families.values():
             for sample in family.samples:
                 assert {"worker": "p", "role": "prefill", "model": "fake"}.items() <= sample.labels.items()
-        (met,) = families[PAIRINGS.name.removesuffix("_total")].samples
-        assert (met.labels["transport"], met.value) == ("tcp", 1)
+        (met,) = families[TRANSPORTS_CHOSEN.name.removesuffix("_total")].samples
+        assert (met.labels["reason"], met.value) == ("only", 1)
+        assert {s.labels["transport"]: s.value for s in families[LINKS.name].samples if s.value} == {"tcp": 1}
 
 
 def test_a_port_that_is_none_is_refused() -> None:
