@@ -102,6 +102,8 @@ def serve(
     tls_key: opt.TlsKey = _ROUTER.tls_key,
     cors_origin: opt.CorsOrigin = None,
     decision_log: opt.DecisionLogFile = _ROUTER.decision_log,
+    keep_timelines: opt.KeepTimelines = _ROUTER.keep_timelines,
+    otel: opt.Otel = _ROUTER.otel,
     tool_parser: opt.ToolParserOption = _ROUTER.tool_parser,
     reasoning_parser: opt.ReasoningParserOption = _ROUTER.reasoning_parser,
     kv_memory: opt.KvMemory = _KV_MEMORY,
@@ -163,6 +165,8 @@ def serve(
         tls_key=tls_key,
         cors_origins=tuple(cors_origin or ()),
         decision_log=decision_log,
+        keep_timelines=keep_timelines,
+        otel=otel,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
     )
@@ -315,6 +319,8 @@ def router(
     local_prefill_tokens: opt.LocalPrefillTokens = _ROUTER.local_prefill_tokens,
     beat_interval_s: opt.BeatIntervalS = _ROUTER.beat_interval_s,
     decision_log: opt.DecisionLogFile = _ROUTER.decision_log,
+    keep_timelines: opt.KeepTimelines = _ROUTER.keep_timelines,
+    otel: opt.Otel = _ROUTER.otel,
 ) -> None:
     """Run the router: HTTP in front, workers register behind."""
     named = parse_models(model or [])
@@ -340,6 +346,8 @@ def router(
         tls_key=tls_key,
         cors_origins=tuple(cors_origin or ()),
         decision_log=decision_log,
+        keep_timelines=keep_timelines,
+        otel=otel,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
     )

@@ -31,7 +31,7 @@ from disagg.dispatch.following import find_leader, part_unless_shared, shared_pl
 from disagg.dispatch.gate import Gate, error_of
 from disagg.dispatch.open_request import Choice, OpenRequest
 from disagg.dispatch.registry import Registry
-from disagg.dispatch.starting import claim, note_prompt, start_messages
+from disagg.dispatch.starting import claim, note_reports, start_messages
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, TokensDelivered
 from disagg.dispatch.worker_record import WorkerRecord
 from disagg.policy.recovery import Verdict, after_failure, at_drain, while_unplaced
@@ -58,6 +58,7 @@ from disagg.telemetry.metrics import (
     PROMPT_TOKENS,
     REQUESTS,
 )
+from disagg.telemetry.track import RequestTrack
 
 
 class Dispatcher:
@@ -109,8 +110,13 @@ class Dispatcher:
 
     # --- requests ----------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest, now_s: float) -> tuple[RequestId, list[DispatchAction]]:
-        """Open a request. Raises InvalidRequest, ModelNotFound, Unavailable or Overloaded, with nothing left behind."""
+    def submit(
+        self, request: GenerateRequest, now_s: float, track: RequestTrack | None = None
+    ) -> tuple[RequestId, list[DispatchAction]]:
+        """Open a request; what becomes of it goes into the track.
+
+        Raises InvalidRequest, ModelNotFound, Unavailable or Overloaded, with nothing left behind.
+        """
         self._now_s = now_s
         try:
             request = self._gate.checked(request, self.num_open, now_s)
@@ -120,7 +126,7 @@ class Dispatcher:
         self._decided(admission(self._next_number, None))
         request_id = RequestId(self.config.incarnation, self._next_number)
         self._next_number += 1
-        opened = OpenRequest(request_id, request, now_s)
+        opened = OpenRequest(request_id, request, now_s, track)
         self._requests[request_id] = opened
         self.counters.add(PROMPT_TOKENS, len(request.prompt_ids))
         for choice in opened.choices:
@@ -149,12 +155,12 @@ class Dispatcher:
         for choice in opened.choices:
             if choice.is_open:
                 self._abort(choice, reason)
-                choice.machine.fire(trigger)
+                choice.end(trigger, self._now_s)
         self._close(opened, outcome)
 
     def _end_choice(self, opened: OpenRequest, choice: Choice, prompt_due_s: float) -> None:
         """Its answer has ended; until prompt_due_s its prompt may still get to where it was to be written."""
-        choice.machine.fire(ChoiceTrigger.ANSWER_ENDED)
+        choice.end(ChoiceTrigger.ANSWER_ENDED, self._now_s)
         self.registry.release(choice.sequence_id, choice.workers)
         for follower in choice.followers:
             follower.place_after_s = prompt_due_s
@@ -211,7 +217,7 @@ class Dispatcher:
         part_unless_shared(self.registry, choice, self._now_s)
         self.counters.add(PLACEMENTS, label=placement.reason.value)
         claim(self.registry, choice)
-        for worker_id, message in start_messages(self.registry, choice):
+        for worker_id, message in start_messages(self.registry, choice, self._now_s):
             self._tell(worker_id, message)
 
     def _start_followers(self, opened: OpenRequest, leader: Choice, record: WorkerRecord) -> None:
@@ -238,9 +244,7 @@ class Dispatcher:
         self._actions.append(LogDecision(text))
         self.counters.add(MOVES, label=label)
         self._abort(choice, reason)
-        choice.last_reason = reason
-        choice.unplaced_since_s = self._now_s
-        choice.machine.fire(ChoiceTrigger.WORKER_FAILED)
+        choice.leave(reason, label, self._now_s)
 
     def _abort(self, choice: Choice, reason: str) -> None:
         for worker_id in choice.workers:
@@ -344,10 +348,7 @@ class Dispatcher:
 
     def _on_tokens(self, record: WorkerRecord, message: EmitTokens) -> None:
         worker_id = record.card.worker_id
-        for prompt in message.prompts:
-            choice = self._choice(prompt.attempt_id.sequence_id)
-            if choice is not None:
-                note_prompt(prompt, record, choice, self.counters)
+        note_reports(message, record, self._choice, self.counters)
         by_sequence: dict[SequenceId, list[EmittedToken]] = {}
         for token in message.tokens:
             by_sequence.setdefault(token.sequence_id, []).append(token)
@@ -359,19 +360,20 @@ class Dispatcher:
                 self.counters.add(MESSAGES_IGNORED, label="token")
             else:
                 choice.revision = record.card.pool.revision
-                self._deliver(self._requests[sequence_id.request_id], choice, tokens)
+                self._deliver(self._requests[sequence_id.request_id], choice, worker_id, tokens)
 
     def _choice(self, sequence_id: SequenceId) -> Choice | None:
         opened = self._requests.get(sequence_id.request_id)
         is_known = opened is not None and 0 <= sequence_id.choice < len(opened.choices)
         return opened.choices[sequence_id.choice] if opened is not None and is_known else None
 
-    def _deliver(self, opened: OpenRequest, choice: Choice, tokens: list[EmittedToken]) -> None:
-        fresh = choice.entry.record_all(tokens)
+    def _deliver(
+        self, opened: OpenRequest, choice: Choice, worker_id: WorkerId, tokens: list[EmittedToken]
+    ) -> None:
+        fresh = choice.take(tokens, worker_id, self._now_s)
         if not fresh:
             return
         self.counters.add(GENERATED_TOKENS, len(fresh))
-        choice.is_answering = True
         delivered = TokensDelivered(choice.sequence_id.choice, tuple(fresh), choice.entry.finish)
         self._actions.append(Deliver(opened.request_id, delivered))
         if choice.entry.finish is not None:

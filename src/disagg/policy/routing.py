@@ -32,6 +32,10 @@ class PlacementReason(enum.StrEnum):
     PREFILL_POOL_TOO_SMALL = "prefill_pool_too_small"  # a fallback: no paired prefill worker can hold the prompt
 
 
+# Reasons that are not what was intended.
+FALLBACKS = frozenset({PlacementReason.NO_PREFILL_WORKER, PlacementReason.PREFILL_POOL_TOO_SMALL})
+
+
 class WorkerView(msgspec.Struct, frozen=True):
     """What the router knows of one worker of the pool."""
 

@@ -25,6 +25,7 @@ from disagg.modelfiles.tokenizer import ModelTokenizer
 from disagg.router.choice import ChoiceText, EchoedPrompt, Piece, TokenEntry
 from disagg.router.openai_types import SharedParams
 from disagg.router.stop_strings import StopAutomaton
+from disagg.telemetry.track import RequestTrack
 
 _MAX_MERGED: Final = 64  # events that wait for a slow client, before the streams themselves hold them
 
@@ -57,17 +58,19 @@ class OpenAnswer:
         tokenizer: ModelTokenizer,
         params: SharedParams,
         texts: Sequence[str | None],
+        tracks: Sequence[RequestTrack] = (),
     ) -> None:
         """Submit everything. Raises what the service raises; then nothing stays submitted.
 
         `texts` are the prompts as the client wrote them; None where it gave token ids.
+        `tracks` are of the same prompts, where their times are to be noted.
         """
         self._params = params
         self._prompts = [EchoedPrompt(each.prompt_ids, text, None) for each, text in zip(requests, texts, strict=True)]
         self._held: dict[int, list[TokensDelivered]] = {}  # by prompt: what came before the prompt's scores
         self._num_prompt_tokens = sum(len(request.prompt_ids) for request in requests)
         self._num_choices = requests[0].num_choices
-        self._streams = _submit_all(service, requests)
+        self._streams = _submit_all(service, requests, tracks)
         self._events: _Events = _SingleEvents(self._streams[0]) if len(self._streams) == 1 else _Merged(self._streams)
         stops = StopAutomaton(params.stop) if params.stop else None
         ends = requests[0].sampling.stop_token_ids
@@ -187,11 +190,13 @@ class OpenAnswer:
             choice.check_invariants()
 
 
-def _submit_all(service: GenerationService, requests: Sequence[GenerateRequest]) -> list[TokenStream]:
+def _submit_all(
+    service: GenerationService, requests: Sequence[GenerateRequest], tracks: Sequence[RequestTrack]
+) -> list[TokenStream]:
     streams: list[TokenStream] = []
     try:
-        for request in requests:
-            streams.append(service.submit(request))
+        for number, request in enumerate(requests):
+            streams.append(service.submit(request, tracks[number] if tracks else None))
     except BaseException:
         for stream in streams:
             stream.abort()

@@ -55,6 +55,7 @@ from disagg.protocol.messages import (
 from disagg.router.metrics import RouterMetrics
 from disagg.telemetry.decision_log import DecisionLog
 from disagg.telemetry.metrics import CONTROL_REFUSED
+from disagg.telemetry.track import RequestTrack
 
 _log = logging.getLogger(__name__)
 
@@ -207,11 +208,11 @@ class LiveService:
 
     # --- GenerationService -------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest) -> TokenStream:
+    def submit(self, request: GenerateRequest, track: RequestTrack | None = None) -> TokenStream:
         now_s = time.monotonic()
         if self._log is not None:
             self._log.happened(RequestSubmitted(request), now_s)
-        request_id, actions = self._dispatcher.submit(request, now_s)
+        request_id, actions = self._dispatcher.submit(request, now_s, track)
         stream = LiveStream(self, request_id, self._dispatcher.open_request(request_id), request.num_choices)
         self._streams[request_id] = stream
         self._act(actions)

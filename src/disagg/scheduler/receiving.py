@@ -20,6 +20,7 @@ from disagg.scheduler.events import GrantFenced, WriteLanded
 from disagg.scheduler.sequence import Sequence
 from disagg.scheduler.state import SchedulerState
 from disagg.telemetry.metrics import HANDOFFS, LANDINGS_REJECTED, PROMPT_TOKENS_RECEIVED, RESERVATIONS_REFUSED
+from disagg.telemetry.stages import Stage
 
 
 class Receiving:
@@ -110,6 +111,7 @@ class Receiving:
             self._state.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, text))
             return
         destination.finish_prefill(message)
+        self._state.stages.enter(sequence, Stage.TRANSFER, self._state.now_s)
         self._complete_if_all_here(destination)
 
     def _answer_repeat(self, peer: WorkerId, message: FinishPrefill, destination: HandoffDestination | None) -> None:
@@ -162,6 +164,7 @@ class Receiving:
             return
         state.move(sequence, SequenceTrigger.KV_COMPLETE)
         sequence.answer_ids.append(destination.first_token.token_id)
+        state.stages.report(sequence, destination.first_token.position, state.now_s)
         # The source sent it to the router too; should the source die, ours still arrives. Positions tell repeats.
         state.emit_tokens((destination.first_token,))
         if sequence.finish_reason() is not None:

@@ -18,9 +18,7 @@ from disagg.protocol.handoff import DestinationState, DestinationTrigger, Source
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
 from disagg.protocol.messages import (
     CancelHandoff,
-    PromptReport,
     ReportFailure,
-    SequenceReport,
     WorkerCard,
     WorkerToWorker,
 )
@@ -28,7 +26,9 @@ from disagg.scheduler.actions import Action, RevokeGrant, SendToPeer, SendToRout
 from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.outgoing import Outgoing
+from disagg.scheduler.reports import prompt_report, sequence_report
 from disagg.scheduler.sequence import Sequence
+from disagg.scheduler.stage_clocks import StageClocks
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import (
     HANDOFF_BYTES,
@@ -38,6 +38,7 @@ from disagg.telemetry.metrics import (
     PREFIX_TOKENS_LOOKED_UP,
     SEQUENCES,
 )
+from disagg.telemetry.stages import Stage
 
 MAX_REMEMBERED = 4096  # ended attempts
 
@@ -70,6 +71,7 @@ class SchedulerState:
         self._ended: OrderedDict[HandoffId, bool] = OrderedDict()
         self._has_freed = False
         self._outgoing = Outgoing()
+        self.stages = StageClocks(self._outgoing)
 
     # --- sequences ---------------------------------------------------------------------------------------------
 
@@ -106,6 +108,7 @@ class SchedulerState:
         self.cache.release(sequence.blocks)
         sequence.blocks = ()
         sequence.start_over()
+        self.stages.enter(sequence, Stage.PREFILL_QUEUE, self.now_s)
         self.move(sequence, SequenceTrigger.PREEMPTED)
         self._expect_hits(sequence)
         self.refuse(sequence)
@@ -192,8 +195,7 @@ class SchedulerState:
         self._outgoing.emit(tokens)
 
     def report_prompt(self, sequence: Sequence) -> None:
-        num_computed = sequence.num_to_read - sequence.num_cached
-        self._outgoing.report_prompt(PromptReport(sequence.attempt_id, sequence.num_cached, num_computed))
+        self._outgoing.report_prompt(prompt_report(sequence, self.now_s))
 
     def take_actions(self) -> list[Action]:
         """What is to be done since the last call, in order."""
@@ -243,20 +245,7 @@ class SchedulerState:
         """This worker's part has ended well."""
         self.move(sequence, SequenceTrigger.FINISHED)
         source = sequence.source
-        reason = sequence.finish_reason() if sequence.writes_answer else None
-        self._outgoing.report_end(
-            SequenceReport(
-                sequence_id=sequence.sequence_id,
-                task=sequence.task,
-                finish_reason=reason,
-                num_computed_tokens=min(sequence.num_computed, sequence.num_to_read)
-                - sequence.num_cached
-                - sequence.num_received,
-                num_received_tokens=sequence.num_received,
-                handoff_bytes=source.acknowledged_bytes if source else 0,
-                hidden_bytes=source.hidden_bytes if source else 0,
-            )
-        )
+        self._outgoing.report_end(sequence_report(sequence))
         if source is not None:
             self.counters.add(HANDOFFS, label="sent")
             self.counters.add(HANDOFF_BYTES, source.hidden_bytes, label="hidden")
@@ -303,6 +292,7 @@ class SchedulerState:
 
     def _forget(self, sequence: Sequence) -> None:
         self._has_freed = True
+        self.stages.stop(sequence)
         self.cache.release(sequence.blocks)
         sequence.blocks = ()
         del self.sequences[sequence.attempt_id]
@@ -369,6 +359,7 @@ class SchedulerState:
         self.cache.check_invariants()
         self.step_times.check_invariants()
         self.tenants.check_invariants()
+        self.stages.check_invariants(self.sequences.values())
         self._check_lists()
         for peer, link in self.links.items():
             link.check_invariants()

@@ -83,6 +83,8 @@ class Steps:
         plan_rows = tuple([row for _, row in rows])
         self._running = StepPlan(StepId(self._next_step), plan_rows, self._report_every(prompts))
         self._next_step += 1
+        if self._state.stages.is_any:
+            self._state.stages.start_step(prompts, self._state.now_s)
         self._state.act(RunStep(self._running))
 
     def _chunks(self, streams: StepShape) -> list[tuple[Sequence, int]]:
@@ -161,6 +163,8 @@ class Steps:
         if plan.report_every:
             self.on_layers_computed(LayersComputed(plan.step_id, self._state.config.layout.num_layers))
         self._count(event.duration_s)
+        if self._state.stages.is_any:
+            self._state.stages.end_step(self._state.now_s)
         self._state.step_times.observe(self._shape, event.duration_s)
         failures = dict(event.result.failures)
         sampled: dict[Task, list[EmittedToken]] = {}
@@ -195,6 +199,8 @@ class Steps:
         state, num_rows = self._state, len(self._rows)
         # The tuple of streams is made anew whenever one begins or ends.
         if self._running is None or state.streams() is not self._planned or len(self._planned) != num_rows:
+            return 1
+        if state.stages.is_any:
             return 1
         waiting = state.in_state(SequenceState.WAITING)
         if state.num_in_state(SequenceState.PREFILLING) or any(each.task in _READS for each in waiting):
@@ -292,11 +298,12 @@ class Steps:
         sequence.answer_ids.append(token.token_id)
         state = self._state
         if sequence.machine.state is SequenceState.PREFILLING:
-            state.report_prompt(sequence)
             state.counters.add(PROMPT_TOKENS_CACHED, sequence.num_cached, label=sequence.task.value)
             if sequence.source is not None:
                 self._sending.finish_prefill(sequence, sequence.source, token)
+                state.report_prompt(sequence)
                 return
+            state.report_prompt(sequence)
             state.move(sequence, SequenceTrigger.PROMPT_COMPUTED)
         if finish_reason(sequence.spec.sampling, token.token_id, len(sequence.answer_ids)) is not None:
             state.finish(sequence)
