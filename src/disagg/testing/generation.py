@@ -78,6 +78,11 @@ class FakeTokenStream:
         return self.script.num_cached_tokens
 
     @property
+    def is_timed(self) -> bool:
+        """Whether the front wants to know where its time goes."""
+        return self._track is not None
+
+    @property
     def is_done(self) -> bool:
         """Whether every choice has finished."""
         return not self._open
