@@ -6,12 +6,11 @@ usage: python benchmarks/timeline_cost.py [--quick]
              processes; tokens are made up, nothing is computed
   front      the HTTP application over a service that makes tokens up, whole and streamed
   asked      laying a timeline out and writing it as JSON, which only happens when somebody asks
-  trace      making the spans of one request, where the library is installed; sending them is another thread's
+  trace      making the spans of one request (disagg[otel]); sending them is another thread's
 """
 
 import argparse
 import asyncio
-import contextlib
 import statistics
 import tempfile
 import time
@@ -21,6 +20,8 @@ from pathlib import Path
 
 import httpx
 import msgspec
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import harness
 from disagg.core.endpoints import Endpoint, TransportKind
@@ -39,6 +40,7 @@ from disagg.protocol.messages import PoolCard, RouterToWorker, StartSequence, Wo
 from disagg.router.app import create_app
 from disagg.router.text import ModelText
 from disagg.router.timing import TimelineAnswer, Timing
+from disagg.router.tracing import TraceExport
 from disagg.scheduler import events
 from disagg.scheduler.actions import Action, RunStep, SendToRouter
 from disagg.scheduler.config import SchedulerConfig
@@ -164,24 +166,17 @@ def asked_us(tracks: list[RequestTrack]) -> tuple[float, int]:
     return 1e6 * (time.process_time() - start_s) / len(tracks), len(written[0])
 
 
-def trace_us(tracks: list[RequestTrack]) -> float | None:
-    """None where the library is not installed."""
-    with contextlib.suppress(ImportError):
-        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-        from disagg.router.tracing import TraceExport
-
-        timelines = [lay_out(track) for track in tracks]
-        export = TraceExport(SimpleSpanProcessor(InMemorySpanExporter()))
-        start_s = time.process_time()
-        for timeline in timelines:
-            export("/v1/completions", [timeline], {})
-        return 1e6 * (time.process_time() - start_s) / len(timelines)
-    return None
+def trace_us(tracks: list[RequestTrack]) -> float:
+    """Microseconds for the spans of one request."""
+    timelines = [lay_out(track) for track in tracks]
+    export = TraceExport(SimpleSpanProcessor(InMemorySpanExporter()))
+    start_s = time.process_time()
+    for timeline in timelines:
+        export("/v1/completions", [timeline], {})
+    return 1e6 * (time.process_time() - start_s) / len(timelines)
 
 
-def measure(args: argparse.Namespace) -> dict[str, float | None]:
+def measure(args: argparse.Namespace) -> dict[str, float]:
     num_requests = 64 if args.quick else 256
     decisions, pairs = Decisions(), {name: Pair() for name in ("decisions", "whole", "streamed")}
     decisions.run(num_requests, is_timed=True)
@@ -202,14 +197,13 @@ def measure(args: argparse.Namespace) -> dict[str, float | None]:
             pairs["decisions"].add(decided, number, num_requests)
             pairs["whole"].add(lambda is_timed: served(is_timed, False), number, num_requests)
             pairs["streamed"].add(lambda is_timed: served(is_timed, True), number, num_requests)
-    figures: dict[str, float | None] = {}
+    figures: dict[str, float] = {}
     for name, pair in pairs.items():
         figures |= pair.figures(name)
     figures["asked_us"], figures["asked_bytes"] = asked_us(tracks)
     figures["trace_us"] = trace_us(tracks)
     print(f"asked      {figures['asked_us']:8.1f} us for a timeline of {figures['asked_bytes']} bytes")
-    if figures["trace_us"] is not None:
-        print(f"trace      {figures['trace_us']:8.1f} us for a request's spans")
+    print(f"trace      {figures['trace_us']:8.1f} us for a request's spans")
     return figures
 
 

@@ -130,7 +130,7 @@ def endpoints(
     served = ServedModels(service, models)
     writing = Generation(service, served, access, text_threads, limits, timing, clock, draw_seed)
     telling = Information(service, served, access, text_threads, limits, clock)
-    timelines = Timelines(access, timing.store)
+    timelines = Timelines(access, timing.store, text_threads)
     made: tuple[tuple[str, str, Endpoint], ...] = (
         ("POST", "/v1/chat/completions", writing.chat),
         ("POST", "/v1/completions", writing.completions),

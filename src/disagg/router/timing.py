@@ -15,8 +15,8 @@ import msgspec
 from disagg.core.errors import InvalidRequest
 from disagg.dispatch.stream import GenerateRequest
 from disagg.telemetry.stages import Stage
-from disagg.telemetry.timeline import RequestTimeline, TimelineStore, lay_out
-from disagg.telemetry.track import ChoiceTrack, Head, RequestTrack
+from disagg.telemetry.timeline import RequestTimeline, lay_out
+from disagg.telemetry.track import ChoiceTrack, Head, RequestTrack, TrackStore
 
 TIMELINE_HEADER: Final = "x-disagg-timeline"
 _TRACE_HEADERS: Final = ("traceparent", "tracestate")
@@ -105,7 +105,7 @@ class Timing:
     """Keeps the last timelines; max_kept 0 and no export: notes only what a header asks for."""
 
     def __init__(self, max_kept: int, unix_clock: Callable[[], float], export: Export | None = None) -> None:
-        self.store = TimelineStore(max_kept)
+        self.store = TrackStore(max_kept)
         self._is_all = max_kept > 0 or export is not None
         self._unix_clock = unix_clock
         self._export = export

@@ -13,7 +13,6 @@ Where reports say more than there is room for, their earliest part was over befo
 
 import enum
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -264,33 +263,3 @@ class _Layout:
 def _sane(seconds: float) -> float:
     """Peers are other programs: what is no duration counts for nothing."""
     return seconds if 0.0 <= seconds < math.inf else 0.0
-
-
-class TimelineStore:
-    """Tracks of the last requests that ended, by name. Laid out only when somebody asks."""
-
-    def __init__(self, max_kept: int) -> None:
-        self._max_kept = max_kept
-        self._tracks: OrderedDict[str, RequestTrack] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._tracks)
-
-    def put(self, track: RequestTrack) -> None:
-        self._tracks[track.name] = track
-        while len(self._tracks) > self._max_kept:
-            self._tracks.popitem(last=False)
-
-    def get(self, name: str, tenant: str) -> RequestTimeline | None:
-        """None for one that is not kept, or another tenant's."""
-        track = self._tracks.get(name)
-        return lay_out(track) if track is not None and track.head.tenant == tenant else None
-
-    def last(self, number: int, tenant: str) -> tuple[RequestTimeline, ...]:
-        """The tenant's latest, newest first."""
-        own = (track for track in reversed(self._tracks.values()) if track.head.tenant == tenant)
-        return tuple(lay_out(track) for track, _ in zip(own, range(number), strict=False))
-
-    def check_invariants(self) -> None:
-        if len(self._tracks) > self._max_kept:
-            raise InternalFault(f"{len(self._tracks)} timelines are kept, the limit is {self._max_kept}")

@@ -4,6 +4,8 @@ Who notes what: the HTTP front makes the track and says when a token's text was 
 told, what workers reported, and when tokens came.
 """
 
+import itertools
+from collections import OrderedDict
 from typing import NamedTuple
 
 import msgspec
@@ -166,3 +168,33 @@ class RequestTrack:
     def check_invariants(self) -> None:
         for choice in self.choices:
             choice.check_invariants()
+
+
+class TrackStore:
+    """Tracks of the last requests that ended, by name."""
+
+    def __init__(self, max_kept: int) -> None:
+        self._max_kept = max_kept
+        self._tracks: OrderedDict[str, RequestTrack] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._tracks)
+
+    def put(self, track: RequestTrack) -> None:
+        self._tracks[track.name] = track
+        while len(self._tracks) > self._max_kept:
+            self._tracks.popitem(last=False)
+
+    def get(self, name: str, tenant: str) -> RequestTrack | None:
+        """None for one that is not kept, or another tenant's."""
+        track = self._tracks.get(name)
+        return track if track is not None and track.head.tenant == tenant else None
+
+    def last(self, number: int, tenant: str) -> list[RequestTrack]:
+        """The tenant's latest, newest first."""
+        own = (track for track in reversed(self._tracks.values()) if track.head.tenant == tenant)
+        return list(itertools.islice(own, number))
+
+    def check_invariants(self) -> None:
+        if len(self._tracks) > self._max_kept:
+            raise InternalFault(f"{len(self._tracks)} tracks are kept, the limit is {self._max_kept}")

@@ -7,8 +7,8 @@ import pytest
 from disagg.core.errors import InternalFault
 from disagg.core.ids import WorkerId
 from disagg.telemetry.stages import Stage, StageTime
-from disagg.telemetry.timeline import ChoiceTimeline, Part, TimelineStore, lay_out
-from disagg.telemetry.track import MAX_REPORTS, Head, RequestTrack, Trip
+from disagg.telemetry.timeline import ChoiceTimeline, Part, lay_out
+from disagg.telemetry.track import MAX_REPORTS, Head, RequestTrack, TrackStore, Trip
 
 P, D, OTHER = WorkerId("p"), WorkerId("d"), WorkerId("d2")
 REMOTE = Trip(1, "remote", "long_prompt", is_fallback=False, decode=D, prefill=P, transport="tcp")
@@ -230,15 +230,15 @@ def test_a_hole_in_a_timeline_is_found() -> None:
 
 
 def test_the_store_keeps_the_last_and_shows_each_tenant_its_own() -> None:
-    store = TimelineStore(3)
+    store = TrackStore(3)
     for number in range(5):
         track = RequestTrack(Head(100.0, tenant="a" if number % 2 else "b"), 1)
         track.name = f"1-{number}"
         store.put(track)
         store.check_invariants()
     assert len(store) == 3
-    assert [each.request_id for each in store.last(10, "b")] == ["1-4", "1-2"]
-    assert [each.request_id for each in store.last(1, "b")] == ["1-4"]
+    assert [each.name for each in store.last(10, "b")] == ["1-4", "1-2"]
+    assert [each.name for each in store.last(1, "b")] == ["1-4"]
     assert store.get("1-3", "a") is not None
     assert store.get("1-3", "b") is None
     assert store.get("1-1", "a") is None
