@@ -39,14 +39,14 @@ from disagg.policy.batching import StepBudget
 from disagg.protocol.messages import PoolCard, RouterToWorker, StartSequence, WorkerCard, WorkerToRouter
 from disagg.router.app import create_app
 from disagg.router.text import ModelText
-from disagg.router.timing import TimelineAnswer, Timing
+from disagg.router.timing import Timing
 from disagg.router.tracing import TraceExport
 from disagg.scheduler import events
 from disagg.scheduler.actions import Action, RunStep, SendToRouter
 from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.engine import StepPlan, StepResult
 from disagg.scheduler.scheduler import Scheduler
-from disagg.telemetry.timeline import lay_out
+from disagg.telemetry.timeline import TimelineAnswer, lay_out
 from disagg.telemetry.track import Head, RequestTrack
 from disagg.testing.generation import FakeGenerationService, Script, ready
 from disagg.testing.tokenizer_files import write_tiny_tokenizer

@@ -17,10 +17,10 @@ from disagg.core.roles import Role
 from disagg.modelfiles.tokenizer import load_tokenizer
 from disagg.router.app import create_app
 from disagg.router.text import ModelText
-from disagg.router.timing import TimelineAnswer, Timing
+from disagg.router.timing import Timing
 from disagg.scheduler.engine import OnLayers, StepPlan, StepResult
 from disagg.telemetry.stages import Stage
-from disagg.telemetry.timeline import ChoiceTimeline, Part
+from disagg.telemetry.timeline import ChoiceTimeline, Part, TimelineAnswer
 from disagg.testing.engine import FakeEngine
 from disagg.testing.tokenizer_files import write_tiny_tokenizer
 

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.bench.http_client import HttpClient
 from disagg.telemetry import metrics as table
-from disagg.telemetry.timeline import RequestTimeline
+from disagg.telemetry.timeline import RequestTimeline, TimelineAnswer
 
 INTERVAL_S = 1.0
 NUM_SMOOTHED = 5  # workers report about as often as they are asked: single intervals see no report, or two
@@ -79,10 +79,6 @@ class Observation(msgspec.Struct, frozen=True):
         return {role: sum(each) / len(each) for role, each in found.items()}
 
 
-class _Timelines(msgspec.Struct, frozen=True):
-    timelines: tuple[RequestTimeline, ...] = ()
-
-
 class Observer:
     """Asks for /metrics now and then, and for timelines before and after. `async with` around the load."""
 
@@ -133,7 +129,7 @@ class Observer:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 status, body = await self._http.get(f"/timeline?last={MAX_TIMELINES}")
-            return msgspec.json.decode(body, type=_Timelines).timelines if status == 200 else ()
+            return msgspec.json.decode(body, type=TimelineAnswer).timelines if status == 200 else ()
         except (OSError, TimeoutError, msgspec.DecodeError):
             return ()
 

@@ -34,9 +34,9 @@ from disagg.router.openai_types import (
     ROLES,
 )
 from disagg.router.timelines import DEFAULT_LAST, MAX_LAST
-from disagg.router.timing import TimelineAnswer
 from disagg.router.tokens import DetokenizeAnswer, TokenizeAnswer
 from disagg.router.tools.spec import MAX_TOOLS
+from disagg.telemetry.timeline import TimelineAnswer
 
 Schema = dict[str, Any]
 _REF: Final = "#/components/schemas/{name}"

@@ -12,8 +12,7 @@ from starlette.responses import Response
 from disagg.core.errors import InvalidRequest
 from disagg.router.access import Access
 from disagg.router.http_errors import JSON, Refused, timeline_not_kept
-from disagg.router.timing import TimelineAnswer
-from disagg.telemetry.timeline import lay_out
+from disagg.telemetry.timeline import TimelineAnswer, lay_out
 from disagg.telemetry.track import RequestTrack, TrackStore
 
 DEFAULT_LAST: Final = 20

@@ -15,7 +15,7 @@ import msgspec
 from disagg.core.errors import InvalidRequest
 from disagg.dispatch.stream import GenerateRequest
 from disagg.telemetry.stages import Stage
-from disagg.telemetry.timeline import RequestTimeline, lay_out
+from disagg.telemetry.timeline import RequestTimeline, TimelineAnswer, lay_out
 from disagg.telemetry.track import ChoiceTrack, Head, RequestTrack, TrackStore
 
 TIMELINE_HEADER: Final = "x-disagg-timeline"
@@ -30,12 +30,6 @@ class Export(Protocol):
 
     def close(self) -> None:
         """Send what waits, for a short time. Blocking."""
-
-
-class TimelineAnswer(msgspec.Struct, frozen=True):
-    """What is shown of some answers."""
-
-    timelines: tuple[RequestTimeline, ...]
 
 
 class AnswerTiming:

@@ -99,6 +99,12 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     choices: tuple[ChoiceTimeline, ...]
 
 
+class TimelineAnswer(msgspec.Struct, frozen=True):
+    """What a client that asks for timelines is answered."""
+
+    timelines: tuple[RequestTimeline, ...] = ()
+
+
 def lay_out(track: RequestTrack) -> RequestTimeline:
     """What the track says so far."""
     head = track.head
