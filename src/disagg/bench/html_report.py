@@ -172,7 +172,9 @@ def stage_plot(result: LoadResult) -> str | None:
     start_s = min(each.received_at for each in sampled)
     title = f"Stages of requests, {result.label}" if result.label else "Stages of requests"
     rows = [_stage_row(each, each.received_at - start_s) for each in sampled]
-    caption = "As the server measured them, from the time it had received each; of the first answer. Left: prompt tokens."
+    caption = (
+        "As the server measured them, from the time it had received each; of the first answer. Left: prompt tokens."
+    )
     return captioned(waterfall(title, "seconds", rows, STAGE_KINDS), caption)
 
 

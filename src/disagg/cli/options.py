@@ -113,7 +113,9 @@ KeepTimelines = Annotated[
 Otel = Annotated[
     bool,
     typer.Option(
-        "--otel", help="Export traces over OTLP; the OTEL_ variables say where. Needs disagg[otel].", rich_help_panel=LIFE
+        "--otel",
+        help="Export traces over OTLP; the OTEL_ variables say where. Needs disagg[otel].",
+        rich_help_panel=LIFE,
     ),
 ]
 

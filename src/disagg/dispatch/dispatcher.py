@@ -367,9 +367,7 @@ class Dispatcher:
         is_known = opened is not None and 0 <= sequence_id.choice < len(opened.choices)
         return opened.choices[sequence_id.choice] if opened is not None and is_known else None
 
-    def _deliver(
-        self, opened: OpenRequest, choice: Choice, worker_id: WorkerId, tokens: list[EmittedToken]
-    ) -> None:
+    def _deliver(self, opened: OpenRequest, choice: Choice, worker_id: WorkerId, tokens: list[EmittedToken]) -> None:
         fresh = choice.take(tokens, worker_id, self._now_s)
         if not fresh:
             return

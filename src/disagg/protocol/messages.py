@@ -133,7 +133,7 @@ class SequenceReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageReport(msgspec.Struct, frozen=True, array_like=True):
-    """What this worker has spent on a timed attempt, from its start or the last report until the token at `position`."""
+    """What this worker has spent on a timed attempt, from its start or its last report to the token at `position`."""
 
     attempt_id: HandoffId
     position: int

@@ -108,7 +108,9 @@ class Timing:
         """Raises InvalidRequest for a header that makes no sense."""
         wanted = headers.get(TIMELINE_HEADER, "0").strip()
         if wanted not in ("0", "1"):
-            raise InvalidRequest(f"'X-Disagg-Timeline' is {wanted[:64]!r}; send 1, or leave it out", param="X-Disagg-Timeline")
+            raise InvalidRequest(
+                f"'X-Disagg-Timeline' is {wanted[:64]!r}; send 1, or leave it out", param="X-Disagg-Timeline"
+            )
         if not self._is_all and wanted == "0":
             return None
         trace = {name: headers[name] for name in _TRACE_HEADERS if name in headers} if self._export else {}

@@ -49,7 +49,7 @@ class TimelineStage(msgspec.Struct, frozen=True, omit_defaults=True):
 class ChoiceTimeline(msgspec.Struct, frozen=True, kw_only=True):
     """One choice. Of its last attempt, where it says nothing else.
 
-    The stages of each part follow each other without a hole; ttft_s and first_gap_s are None for tokens that never came.
+    The stages of each part follow each other without a hole. ttft_s and first_gap_s: None for tokens that never came.
     """
 
     choice: int
@@ -194,12 +194,11 @@ class _Layout:
         if attempt is None:
             self._until(Stage.UNREPORTED, arrival.at_s, arrival.worker)
             return
-        is_whole_trip = attempt.placed_s >= self._at_s
-        if is_whole_trip:
+        if previous is not None and previous.attempt == arrival.attempt:
+            spent = self._spent_since(previous, arrival)
+        else:  # all that this attempt did was for this token
             self._wait(attempt.placed_s)
             spent = self._spent_since_start(attempt, arrival)
-        else:
-            spent = self._spent_since(previous, arrival)
         self._fit(spent, attempt, arrival)
 
     def _spent_since_start(self, attempt: Attempt, arrival: Arrival) -> list[_Spent]:
@@ -213,10 +212,9 @@ class _Layout:
                 found.append(each)
         return found
 
-    def _spent_since(self, previous: Arrival | None, arrival: Arrival) -> list[_Spent]:
-        """What this worker did after the previous token; after it was ready elsewhere, if it came from there."""
-        is_own = previous is not None and (previous.attempt, previous.worker) == (arrival.attempt, arrival.worker)
-        after = previous.position if previous is not None and is_own else -1
+    def _spent_since(self, previous: Arrival, arrival: Arrival) -> list[_Spent]:
+        """What this worker did after the attempt's previous token; since it was ready, if another had it."""
+        after = previous.position if previous.worker == arrival.worker else -1
         spent = self._reported(arrival.attempt, arrival.worker, after, arrival.position)
         return [each for each in spent if each.time.stage is not Stage.PREFILL_ELSEWHERE]
 

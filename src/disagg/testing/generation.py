@@ -15,7 +15,6 @@ from disagg.core.request import EmittedToken, FinishReason, TokenLogprobs, finis
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, StreamEvent, TokensDelivered
 from disagg.telemetry.track import ChoiceTrack, RequestTrack, Trip
 
-
 _TRIP = Trip(1, "mixed", "mixed_worker", is_fallback=False, decode=WorkerId("fake"))
 
 

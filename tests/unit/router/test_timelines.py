@@ -22,7 +22,9 @@ def keeping(make_site: MakeSite) -> Site:
     return make_site(lambda request: Script(WORDS), timing=Timing(3, lambda: 1e9))
 
 
-async def ask(site: Site, path: str = "/v1/completions", headers: dict[str, str] | None = None, **fields: object) -> Any:
+async def ask(
+    site: Site, path: str = "/v1/completions", headers: dict[str, str] | None = None, **fields: object
+) -> Any:
     body: dict[str, object] = {"model": "tiny", "prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}
     return await site.client.post(path, json={**body, **fields}, headers=headers or {})
 
@@ -53,8 +55,11 @@ async def test_a_whole_answer_shows_it_where_the_client_asks(make_site: MakeSite
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("has_usage", [False, True])
 async def test_a_stream_shows_it_in_its_last_chunk(keeping: Site, path: str, has_usage: bool) -> None:
-    options = {"stream": True, "stream_options": {"include_usage": has_usage}}
-    plain, shown = chunks_of(await ask(keeping, path, **options)), chunks_of(await ask(keeping, path, WANTED, **options))
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": has_usage}}
+    plain, shown = (
+        chunks_of(await ask(keeping, path, **options)),
+        chunks_of(await ask(keeping, path, WANTED, **options)),
+    )
     assert not any("disagg" in chunk for chunk in [*plain, *shown[:-1]])
     last = shown[-1]
     assert (last["choices"], "usage" in last) == ([], has_usage)

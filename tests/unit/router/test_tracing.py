@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.router.site import MakeSite
@@ -33,7 +34,7 @@ class Collected:
         self.export("/v1/completions", timelines, {"traceparent": trace} if trace else {})
 
     @property
-    def spans(self) -> list[object]:
+    def spans(self) -> list[Any]:
         return list(self._memory.get_finished_spans())
 
 
@@ -46,28 +47,28 @@ def timeline() -> RequestTimeline:
     return lay_out(remote())
 
 
-def by_name(collected: Collected, name: str) -> list:  # type: ignore[type-arg]
-    return [span for span in collected.spans if span.name == name]  # type: ignore[attr-defined]
+def by_name(collected: Collected, name: str) -> list[Any]:
+    return [span for span in collected.spans if span.name == name]
 
 
 def test_one_trace_over_router_prefill_and_decode(collected: Collected) -> None:
     collected.send(timeline())
     (root,) = by_name(collected, "POST /v1/completions")
     assert root.parent is None
-    assert {span.context.trace_id for span in collected.spans} == {root.context.trace_id}  # type: ignore[attr-defined]
+    assert {span.context.trace_id for span in collected.spans} == {root.context.trace_id}
     assert root.end_time - root.start_time == 20 * 10**9
     assert root.attributes["disagg.path"] == "remote"
     assert root.resource.attributes["service.name"] == "disagg"
-    children = [span for span in collected.spans if span.parent and span.parent.span_id == root.context.span_id]  # type: ignore[attr-defined]
-    children.sort(key=lambda span: span.start_time)  # type: ignore[attr-defined]
-    assert [span.name for span in children] == ["router", "prefill", "network", "decode", "network", "decode"]  # type: ignore[attr-defined]
+    children = [span for span in collected.spans if span.parent and span.parent.span_id == root.context.span_id]
+    children.sort(key=lambda span: span.start_time)
+    assert [span.name for span in children] == ["router", "prefill", "network", "decode", "network", "decode"]
     (prefill,) = by_name(collected, "prefill")[-1:]
     assert prefill.attributes["disagg.worker"] == "p"
 
 
 def test_stages_lie_within_the_stretch_at_their_place(collected: Collected) -> None:
     collected.send(timeline())
-    spans = {span.context.span_id: span for span in collected.spans}  # type: ignore[attr-defined]
+    spans = {span.context.span_id: span for span in collected.spans}
     (step,) = by_name(collected, "first_step")
     stretch = spans[step.parent.span_id]
     assert (stretch.name, stretch.attributes["disagg.worker"]) == ("decode", "d")

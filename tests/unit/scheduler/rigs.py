@@ -169,8 +169,9 @@ class Solo:
         emitted: tuple[int, ...] = (),
         is_timed: bool = False,
     ) -> list[Action]:
-        peer = (None, None) if task is Task.WHOLE else (PEER, PEER_INCARNATION)
-        return self.handle(events.RouterMessageReceived(StartSequence(spec, task, attempt, emitted, *peer, is_timed)))
+        peer, incarnation = (None, None) if task is Task.WHOLE else (PEER, PEER_INCARNATION)
+        message = StartSequence(spec, task, attempt, emitted, peer, incarnation, is_timed)
+        return self.handle(events.RouterMessageReceived(message))
 
     def abort(self, number: int, attempt: int = 1) -> list[Action]:
         message = AbortSequence(sequence_id(number), attempt, "the client has gone")

@@ -1,6 +1,7 @@
 """Timelines laid out from tracks: each case of who brought a token, and who has said what."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ P, D, OTHER = WorkerId("p"), WorkerId("d"), WorkerId("d2")
 REMOTE = Trip(1, "remote", "long_prompt", is_fallback=False, decode=D, prefill=P, transport="tcp")
 LOCAL = Trip(1, "local", "no_prefill_worker", is_fallback=True, decode=D)
 
-Row = tuple[Part, Stage, float]
+Row = tuple[Part, Stage, Any]
 
 
 def spent(*stages: tuple[Stage, float]) -> tuple[StageTime, ...]:
