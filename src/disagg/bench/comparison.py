@@ -14,6 +14,8 @@ import msgspec
 from disagg.bench.figures import Figures
 from disagg.bench.measure import LoadResult
 from disagg.bench.record import RequestRecord
+from disagg.bench.stages import stage_shares
+from disagg.telemetry.timeline import Part
 
 NUM_CLASSES = 6
 MIN_PER_CLASS = 3  # requests of each side; fewer say nothing
@@ -101,8 +103,14 @@ def limiting_stage(result: LoadResult) -> str:
     others = ", ".join(f"{name} {100 * value:.0f} %" for name, value in busy.items() if name != role)
     beside = f"; {others}" if others else ""
     if share < BUSY_SHARE:
-        return f"none: {role} workers computed {100 * share:.0f} % of the time{beside}"
-    return f"{role} (computing {100 * share:.0f} % of the time{beside})"
+        return f"none: {role} workers computed {100 * share:.0f} % of the time{beside}{_slowest(result)}"
+    return f"{role} (computing {100 * share:.0f} % of the time{beside}{_slowest(result)})"
+
+
+def _slowest(result: LoadResult) -> str:
+    """The stage that most of TTFT goes to; "" of a server that keeps no timelines."""
+    shares = stage_shares(result.observation.timelines, Part.TTFT)
+    return f"; {100 * shares[0].share:.0f} % of TTFT is {shares[0].stage.value}" if shares else ""
 
 
 def verdict(what: str, mixed: LoadResult, separate: LoadResult) -> Verdict:

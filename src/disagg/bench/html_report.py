@@ -1,4 +1,4 @@
-"""Results as sections of a page: latencies, attainment by rate, waterfalls of requests, busy workers. Pure."""
+"""Results as sections of a page: latencies, attainment by rate, waterfalls of requests, stages, busy workers. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -7,14 +7,19 @@ from disagg.bench.comparison import BreakEven, LengthClass
 from disagg.bench.measure import LoadResult
 from disagg.bench.record import RequestRecord
 from disagg.bench.search import Trial
+from disagg.bench.stages import stage_shares
 from disagg.bench.text_report import SPREAD_HEADS, percent, spread_row, spreads
 from disagg.report.axes import Axis, short
 from disagg.report.page import Section, Table, captioned
 from disagg.report.plots import Mark, Row, Series, Span, line_plot, share_below, waterfall
+from disagg.telemetry.stages import STAGE_PLACES, Place, Stage
+from disagg.telemetry.timeline import Part, RequestTimeline
 
 NUM_ROWS = 24  # of a waterfall
 SHARE = Axis("share of requests", least=0.0, most=1.0)
 KINDS = ("until the first token", "until the second", "rest of the answer", "not yet sent by this client")
+STAGE_KINDS = ("router", "queues", "prefill", "visible hand-off", "decode", "network")
+QUEUES = (Stage.PREFILL_QUEUE, Stage.RESERVATION, Stage.DECODE_QUEUE)
 LATENCY_NOTE = "Latencies count from the time a request was due, also when it could not be sent then (open loop)."
 INTERVAL_NOTE = "In brackets: 95 % confidence, by drawing whole requests again (shares: Wilson)."
 
@@ -140,8 +145,54 @@ def worker_section(results: Sequence[LoadResult]) -> Section | None:
 
 
 def request_section(results: Sequence[LoadResult]) -> Section:
+    """As the client saw them, and what the server says of its own."""
     plots = [plot for result in results if (plot := waterfall_plot(result)) is not None]
-    return Section("Requests", plots=tuple(plots))
+    plots += [plot for result in results if (plot := stage_plot(result)) is not None]
+    rows = tuple(row for result in results for row in _stage_rows(result))
+    heads = ("stage", "of", "mean, ms", "share")
+    return Section("Requests", tables=(Table(heads, rows),) if rows else (), plots=tuple(plots))
+
+
+def _stage_rows(result: LoadResult) -> list[tuple[str, ...]]:
+    parts = (("TTFT", Part.TTFT), ("first gap", Part.FIRST_GAP))
+    found = [(name, each) for name, part in parts for each in stage_shares(result.observation.timelines, part)]
+    return [
+        (f"{result.label} {each.stage.value}".strip(), name, f"{1e3 * each.mean_s:.1f}", f"{100 * each.share:.0f} %")
+        for name, each in found
+        if each.share >= 0.005
+    ]
+
+
+def stage_plot(result: LoadResult) -> str | None:
+    """Evenly sampled requests in order, split into stages; None of a server that keeps no timelines."""
+    timelines = [each for each in result.observation.timelines if each.choices[0].ttft_s is not None]
+    if not timelines:
+        return None
+    sampled = timelines[:: max(1, math.ceil(len(timelines) / NUM_ROWS))]
+    start_s = min(each.received_at for each in sampled)
+    title = f"Stages of requests, {result.label}" if result.label else "Stages of requests"
+    rows = [_stage_row(each, each.received_at - start_s) for each in sampled]
+    caption = (
+        "As the server measured them, from the time it had received each; of the first answer. Left: prompt tokens."
+    )
+    return captioned(waterfall(title, "seconds", rows, STAGE_KINDS), caption)
+
+
+def _stage_row(timeline: RequestTimeline, start_s: float) -> Row:
+    spans = tuple(
+        Span(start_s + each.start_s, start_s + each.start_s + each.seconds, _kind(each.stage))
+        for each in timeline.choices[0].stages
+    )
+    return Row(f"{timeline.num_prompt_tokens}", spans)
+
+
+def _kind(stage: Stage) -> int:
+    """Place in STAGE_KINDS."""
+    if stage in QUEUES:
+        return 1
+    if stage is Stage.TRANSFER:
+        return 3
+    return {Place.ROUTER: 0, Place.PREFILL: 2, Place.DECODE: 4, Place.NETWORK: 5}[STAGE_PLACES[stage]]
 
 
 def length_section(classes: Sequence[LengthClass], even: BreakEven) -> Section:

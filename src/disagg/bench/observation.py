@@ -12,10 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.bench.http_client import HttpClient
 from disagg.telemetry import metrics as table
+from disagg.telemetry.timeline import RequestTimeline, TimelineAnswer
 
 INTERVAL_S = 1.0
 NUM_SMOOTHED = 5  # workers report about as often as they are asked: single intervals see no report, or two
 ANSWER_TIMEOUT_S = 5.0
+MAX_TIMELINES = 1000  # that are asked for; the server may keep fewer
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -46,6 +48,7 @@ class Observation(msgspec.Struct, frozen=True):
 
     samples: tuple[Sample, ...] = ()
     moved: Moved = Moved({})
+    timelines: tuple[RequestTimeline, ...] = ()  # of the last requests, oldest first
 
     def busy(self) -> dict[str, tuple[tuple[float, float], ...]]:
         """Worker -> (time, share of the NUM_SMOOTHED intervals before it that was spent in forward passes)."""
@@ -77,7 +80,7 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 class Observer:
-    """Asks for /metrics now and then. `async with` around the load."""
+    """Asks for /metrics now and then, and for timelines before and after. `async with` around the load."""
 
     def __init__(self, http: HttpClient, clock_start_s: Callable[[], float]) -> None:
         """clock_start_s: the reading of time.perf_counter() that is zero in the records, once the load has begun."""
@@ -85,9 +88,12 @@ class Observer:
         self._start_s = clock_start_s
         self._answers: list[tuple[float, bytes]] = []
         self._task: asyncio.Task[None] | None = None
+        self._known: frozenset[str] = frozenset()  # requests of before the load
+        self._timelines: tuple[RequestTimeline, ...] = ()
 
     async def __aenter__(self) -> "Observer":
         await self._ask()
+        self._known = frozenset(each.request_id for each in await self._ask_timelines())
         self._task = asyncio.create_task(self._go_on())
         return self
 
@@ -96,10 +102,13 @@ class Observer:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._ask()
+        found = await self._ask_timelines()
+        self._timelines = tuple(each for each in reversed(found) if each.request_id not in self._known)
 
     def observation(self) -> Observation:
         """Of all answers so far."""
-        return read_observation([(at_s - self._start_s(), text) for at_s, text in self._answers])
+        found = read_observation([(at_s - self._start_s(), text) for at_s, text in self._answers])
+        return msgspec.structs.replace(found, timelines=self._timelines)
 
     async def _go_on(self) -> None:
         while self._answers:  # a server without metrics is asked once
@@ -114,6 +123,15 @@ class Observer:
             return
         if status == 200 and table.STEP_SECONDS.name.encode() in body:
             self._answers.append((time.perf_counter(), body))
+
+    async def _ask_timelines(self) -> tuple[RequestTimeline, ...]:
+        """Newest first; none of a server that has no such thing."""
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                status, body = await self._http.get(f"/timeline?last={MAX_TIMELINES}")
+            return msgspec.json.decode(body, type=TimelineAnswer).timelines if status == 200 else ()
+        except (OSError, TimeoutError, msgspec.DecodeError):
+            return ()
 
 
 def read_observation(answers: Sequence[tuple[float, bytes]]) -> Observation:

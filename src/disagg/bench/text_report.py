@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from disagg.bench.estimate import Estimate
 from disagg.bench.figures import Figures, Spread
 from disagg.bench.measure import LoadResult
+from disagg.bench.stages import in_words, stage_shares
+from disagg.telemetry.timeline import Part
 
 SPREAD_HEADS = ("", "mean", "p50", "p90", "p99", "most")
 MEASURES = ("TTFT", "first gap", "TPOT", "ITL", "end to end")
@@ -53,10 +55,20 @@ def describe(result: LoadResult) -> list[str]:
     )
     if f.num_unseen_tokens:
         lines.append(f"{f.num_unseen_tokens} tokens came without an event of their own: some gaps hold several")
+    lines += stage_lines(result)
     lines.append(
         f"this client sent {ms(f.send_lag.p50)} ms (p50), {ms(f.send_lag.p99)} ms (p99) late: part of all latencies"
     )
     return lines
+
+
+def stage_lines(result: LoadResult) -> list[str]:
+    """What the server says of its last requests; none of one that keeps no timelines."""
+    timelines = result.observation.timelines
+    parts = (("TTFT", Part.TTFT), ("first gap", Part.FIRST_GAP))
+    found = [(name, stage_shares(timelines, part)) for name, part in parts]
+    count = f"{len(timelines)} requests, as the server measured them"
+    return [f"{name} by stage: {in_words(shares)} ({count})" for name, shares in found if shares]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -103,6 +103,8 @@ def serve(
     tls_key: opt.TlsKey = _ROUTER.tls_key,
     cors_origin: opt.CorsOrigin = None,
     decision_log: opt.DecisionLogFile = _ROUTER.decision_log,
+    keep_timelines: opt.KeepTimelines = _ROUTER.keep_timelines,
+    otel: opt.Otel = _ROUTER.otel,
     tool_parser: opt.ToolParserOption = _ROUTER.tool_parser,
     reasoning_parser: opt.ReasoningParserOption = _ROUTER.reasoning_parser,
     kv_memory: opt.KvMemory = _KV_MEMORY,
@@ -165,6 +167,8 @@ def serve(
         tls_key=tls_key,
         cors_origins=tuple(cors_origin or ()),
         decision_log=decision_log,
+        keep_timelines=keep_timelines,
+        otel=otel,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
     )
@@ -324,6 +328,8 @@ def router(
     local_prefill_tokens: opt.LocalPrefillTokens = _ROUTER.local_prefill_tokens,
     beat_interval_s: opt.BeatIntervalS = _ROUTER.beat_interval_s,
     decision_log: opt.DecisionLogFile = _ROUTER.decision_log,
+    keep_timelines: opt.KeepTimelines = _ROUTER.keep_timelines,
+    otel: opt.Otel = _ROUTER.otel,
 ) -> None:
     """Run the router: HTTP in front, workers register behind."""
     named = parse_models(model or [])
@@ -349,6 +355,8 @@ def router(
         tls_key=tls_key,
         cors_origins=tuple(cors_origin or ()),
         decision_log=decision_log,
+        keep_timelines=keep_timelines,
+        otel=otel,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
     )

@@ -107,6 +107,18 @@ DecisionLogFile = Annotated[
     ),
 ]
 
+KeepTimelines = Annotated[
+    int, typer.Option(help="Requests whose timelines are kept, for GET /timeline; 0: none.", rich_help_panel=LIFE)
+]
+Otel = Annotated[
+    bool,
+    typer.Option(
+        "--otel",
+        help="Export traces over OTLP; the OTEL_ variables say where. Needs disagg[otel].",
+        rich_help_panel=LIFE,
+    ),
+]
+
 WeightsOption = Annotated[
     Weights,
     typer.Option("--weights", help="How weights are stored.", rich_help_panel=POOLS),

@@ -33,7 +33,8 @@ def _flags(config: msgspec.Struct, skipped: Collection[str]) -> tuple[str, ...]:
     for field in msgspec.structs.fields(config):
         value: object = getattr(config, field.name)
         if field.name not in skipped and value != field.default and value is not None:
-            parts += (_RENAMED.get(field.name, "--" + field.name.replace("_", "-")), _text(value))
+            name = _RENAMED.get(field.name, "--" + field.name.replace("_", "-"))
+            parts += (name,) if value is True else (name, _text(value))
     return tuple(parts)
 
 

@@ -32,7 +32,7 @@ from disagg.dispatch.gate import Gate, error_of
 from disagg.dispatch.open_request import Choice, OpenRequest
 from disagg.dispatch.registry import Registry
 from disagg.dispatch.request_table import RequestTable
-from disagg.dispatch.starting import claim, note_prompt, start_messages
+from disagg.dispatch.starting import claim, note_reports, start_messages
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, TokensDelivered
 from disagg.dispatch.worker_record import WorkerRecord
 from disagg.policy.recovery import Verdict, after_failure, at_drain, while_unplaced
@@ -52,6 +52,7 @@ from disagg.protocol.messages import (
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.decision_log import DecisionKind
 from disagg.telemetry.metrics import GENERATED_TOKENS, MESSAGES_IGNORED, MOVES, PLACEMENTS, PROMPT_TOKENS, REQUESTS
+from disagg.telemetry.track import RequestTrack
 
 
 class Dispatcher:
@@ -106,8 +107,13 @@ class Dispatcher:
 
     # --- requests ----------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest, now_s: float) -> tuple[RequestId, list[DispatchAction]]:
-        """Open a request. Raises InvalidRequest, ModelNotFound, Unavailable or Overloaded, with nothing left behind."""
+    def submit(
+        self, request: GenerateRequest, now_s: float, track: RequestTrack | None = None
+    ) -> tuple[RequestId, list[DispatchAction]]:
+        """Open a request; what becomes of it goes into the track.
+
+        Raises InvalidRequest, ModelNotFound, Unavailable or Overloaded, with nothing left behind.
+        """
         self._now_s = now_s
         try:
             request = self._gate.checked(request, self.num_open, now_s)
@@ -117,7 +123,7 @@ class Dispatcher:
         self._decided(admission(self._next_number, None))
         request_id = RequestId(self.config.incarnation, self._next_number)
         self._next_number += 1
-        opened = OpenRequest(request_id, request, now_s)
+        opened = OpenRequest(request_id, request, now_s, track)
         self._requests.add(opened)
         self.counters.add(PROMPT_TOKENS, len(request.prompt_ids))
         for choice in opened.choices:
@@ -146,12 +152,12 @@ class Dispatcher:
         for choice in opened.choices:
             if choice.is_open:
                 self._abort(choice, reason)
-                choice.machine.fire(trigger)
+                choice.end(trigger, self._now_s)
         self._close(opened, outcome)
 
     def _end_choice(self, opened: OpenRequest, choice: Choice, prompt_due_s: float) -> None:
         """Its answer has ended; until prompt_due_s its prompt may still get to where it was to be written."""
-        choice.machine.fire(ChoiceTrigger.ANSWER_ENDED)
+        choice.end(ChoiceTrigger.ANSWER_ENDED, self._now_s)
         self._requests.note(choice)
         self.registry.release(choice.sequence_id, choice.workers)
         for follower in choice.followers:
@@ -209,7 +215,7 @@ class Dispatcher:
         part_unless_shared(self.registry, choice, self._now_s)
         self.counters.add(PLACEMENTS, label=placement.reason.value)
         claim(self.registry, choice)
-        for worker_id, message in start_messages(self.registry, choice):
+        for worker_id, message in start_messages(self.registry, choice, self._now_s):
             self._tell(worker_id, message)
 
     def _start_followers(self, opened: OpenRequest, leader: Choice, record: WorkerRecord) -> None:
@@ -236,9 +242,7 @@ class Dispatcher:
         self._actions.append(LogDecision(text))
         self.counters.add(MOVES, label=label)
         self._abort(choice, reason)
-        choice.last_reason = reason
-        choice.unplaced_since_s = self._now_s
-        choice.machine.fire(ChoiceTrigger.WORKER_FAILED)
+        choice.leave(reason, label, self._now_s)
         self._requests.note(choice)
 
     def _abort(self, choice: Choice, reason: str) -> None:
@@ -336,10 +340,7 @@ class Dispatcher:
 
     def _on_tokens(self, record: WorkerRecord, message: EmitTokens) -> None:
         worker_id = record.card.worker_id
-        for prompt in message.prompts:
-            choice = self._requests.choice(prompt.attempt_id.sequence_id)
-            if choice is not None:
-                note_prompt(prompt, record, choice, self.counters)
+        note_reports(message, record, self._requests.choice, self.counters)
         by_sequence: dict[SequenceId, list[EmittedToken]] = {}
         for token in message.tokens:
             by_sequence.setdefault(token.sequence_id, []).append(token)
@@ -351,15 +352,15 @@ class Dispatcher:
                 self.counters.add(MESSAGES_IGNORED, label="token")
             else:
                 choice.revision = record.card.pool.revision
-                self._deliver(self._requests[sequence_id.request_id], choice, tokens)
+                self._deliver(self._requests[sequence_id.request_id], choice, worker_id, tokens)
 
-    def _deliver(self, opened: OpenRequest, choice: Choice, tokens: list[EmittedToken]) -> None:
-        fresh = choice.entry.record_all(tokens)
+    def _deliver(self, opened: OpenRequest, choice: Choice, worker_id: WorkerId, tokens: list[EmittedToken]) -> None:
+        was_answering = choice.is_answering
+        fresh = choice.take(tokens, worker_id, self._now_s)
         if not fresh:
             return
         self.counters.add(GENERATED_TOKENS, len(fresh))
-        if not choice.is_answering:
-            choice.is_answering = True
+        if not was_answering:
             self._requests.note(choice)
         delivered = TokensDelivered(choice.sequence_id.choice, tuple(fresh), choice.entry.finish)
         self._actions.append(Deliver(opened.request_id, delivered))

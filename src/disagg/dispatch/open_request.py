@@ -1,16 +1,19 @@
 """One client request while it is open: its choices, who works on each, and what became of them."""
 
+from collections.abc import Iterable
+
 import msgspec
 
 from disagg.core.errors import InternalFault
 from disagg.core.ids import RequestId, SequenceId, WorkerId
-from disagg.core.request import SequenceSpec
+from disagg.core.request import EmittedToken, SequenceSpec
 from disagg.dispatch.stream import GenerateRequest
 from disagg.policy.recovery import RecoveryLimits, queue_limit_s
 from disagg.policy.routing import Demand, Path, Placement
 from disagg.protocol.journal import JournalEntry
-from disagg.protocol.lifecycle import CHOICE_TABLE, ChoiceState
+from disagg.protocol.lifecycle import CHOICE_TABLE, ChoiceState, ChoiceTrigger
 from disagg.protocol.table import Machine
+from disagg.telemetry.track import ChoiceTrack, RequestTrack
 
 _OPEN = (ChoiceState.UNPLACED, ChoiceState.PLACED)
 
@@ -32,6 +35,7 @@ class Choice:
         self.num_cached_tokens = 0
         self.leader: Choice | None = None  # it waits for that one's prompt (dispatch/following.py)
         self.followers: list[Choice] = []  # they wait for this one's
+        self.track: ChoiceTrack | None = None  # where its time goes, if somebody wants to know
         # Hints for the next attempt.
         self.failed_workers: set[WorkerId] = set()
         self.kept_on: WorkerId | None = None
@@ -93,6 +97,29 @@ class Choice:
         self.is_answering = False
         self.reader_lost_s = float("inf")
 
+    def leave(self, reason: str, cause: str, now_s: float) -> None:
+        """Its attempt is over; another one is due."""
+        self.machine.fire(ChoiceTrigger.WORKER_FAILED)
+        self.last_reason = reason
+        self.unplaced_since_s = now_s
+        if self.track is not None:
+            self.track.leave(cause, now_s)
+
+    def take(self, tokens: Iterable[EmittedToken], worker_id: WorkerId, now_s: float) -> list[EmittedToken]:
+        """Those that are new and in order now."""
+        fresh = self.entry.record_all(tokens)
+        if fresh:
+            self.is_answering = True
+            if self.track is not None:
+                self.track.arrive(worker_id, fresh[0].position, len(fresh), now_s)
+        return fresh
+
+    def end(self, trigger: ChoiceTrigger, now_s: float) -> None:
+        """Nothing follows."""
+        state = self.machine.fire(trigger)
+        if self.track is not None:
+            self.track.end(state.value.lower(), len(self.entry.tokens), now_s)
+
     def lose_reader(self, worker_id: WorkerId, now_s: float) -> bool:
         """Its decode worker judges what that means; unless it has never heard of the hand-off and waits for it.
 
@@ -138,7 +165,9 @@ class Choice:
 class OpenRequest:
     """A request whose stream has not ended."""
 
-    def __init__(self, request_id: RequestId, request: GenerateRequest, now_s: float) -> None:
+    def __init__(
+        self, request_id: RequestId, request: GenerateRequest, now_s: float, track: RequestTrack | None = None
+    ) -> None:
         self.request_id = request_id
         self.model = request.model
         # The choices have one prompt: the first one gives what is asked about it.
@@ -158,6 +187,10 @@ class OpenRequest:
             )
             for index in range(request.num_choices)
         )
+        if track is not None:
+            track.name = str(request_id)
+            for choice, of_choice in zip(self.choices, track.choices, strict=True):
+                choice.track = of_choice
 
     @property
     def path(self) -> Path:

@@ -1,15 +1,19 @@
 """What follows from a placement: room is claimed, workers are told, one of them has read the prompt."""
 
+from collections.abc import Callable
+
 from disagg.core.errors import InternalFault
-from disagg.core.ids import WorkerId
+from disagg.core.ids import SequenceId, WorkerId
 from disagg.core.roles import Task
 from disagg.dispatch.open_request import Choice
 from disagg.dispatch.registry import Registry
 from disagg.dispatch.worker_record import WorkerRecord
-from disagg.policy.routing import Placement, PlacementReason
-from disagg.protocol.messages import PromptReport, StartSequence
+from disagg.policy.routing import FALLBACKS, Placement, PlacementReason
+from disagg.protocol.messages import EmitTokens, PromptReport, StageReport, StartSequence, WorkerCard
+from disagg.protocol.pairing import common_endpoints
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import MOVED_TOKENS
+from disagg.telemetry.track import Trip
 
 
 def claim(registry: Registry, choice: Choice) -> None:
@@ -25,20 +29,58 @@ def claim(registry: Registry, choice: Choice) -> None:
         registry.known(placement.prefill or placement.decode).await_reading(spec.sequence_id, num_tokens)
 
 
-def start_messages(registry: Registry, choice: Choice) -> list[tuple[WorkerId, StartSequence]]:
+def start_messages(registry: Registry, choice: Choice, now_s: float) -> list[tuple[WorkerId, StartSequence]]:
     """Decode hears first, so that it expects the hand-off when prefill asks."""
     placement, spec, attempt, emitted = _placement(choice), choice.entry.spec, choice.attempt, choice.emitted_ids
-    if placement.prefill is None:
-        return [(placement.decode, StartSequence(spec, Task.WHOLE, attempt, emitted))]
-    decode, prefill = registry.known(placement.decode).card, registry.known(placement.prefill).card
+    is_timed = choice.track is not None
+    decode = registry.known(placement.decode).card
+    prefill = None if placement.prefill is None else registry.known(placement.prefill).card
+    if choice.track is not None:
+        choice.track.place(_trip(attempt, placement, decode, prefill), now_s)
+    if prefill is None:
+        return [(decode.worker_id, StartSequence(spec, Task.WHOLE, attempt, emitted, is_timed=is_timed))]
     choice.read_by = prefill.worker_id
     return [
-        (worker.worker_id, StartSequence(spec, task, attempt, emitted, peer.worker_id, peer.incarnation))
+        (
+            worker.worker_id,
+            StartSequence(spec, task, attempt, emitted, peer.worker_id, peer.incarnation, is_timed=is_timed),
+        )
         for worker, peer, task in ((decode, prefill, Task.DECODE), (prefill, decode, Task.PREFILL))
     ]
 
 
-def note_prompt(report: PromptReport, record: WorkerRecord, choice: Choice, counters: Counters) -> None:
+def _trip(attempt: int, placement: Placement, decode: WorkerCard, prefill: WorkerCard | None) -> Trip:
+    """The transport is the one that both cards lead to: the workers choose by the same rule."""
+    endpoints = common_endpoints(prefill, decode) if prefill is not None else ()
+    return Trip(
+        attempt=attempt,
+        path=placement.path.value,
+        reason=placement.reason.value,
+        is_fallback=placement.reason in FALLBACKS,
+        decode=placement.decode,
+        prefill=placement.prefill,
+        transport=endpoints[0].kind.value if endpoints else "",
+    )
+
+
+def note_reports(
+    message: EmitTokens,
+    record: WorkerRecord,
+    choice_of: Callable[[SequenceId], Choice | None],
+    counters: Counters,
+) -> None:
+    """Of a worker's message, before its tokens are taken: reports are about them."""
+    for prompt in message.prompts:
+        choice = choice_of(prompt.attempt_id.sequence_id)
+        if choice is not None:
+            _note_prompt(prompt, record, choice, counters)
+    for report in message.stages:
+        choice = choice_of(report.attempt_id.sequence_id)
+        if choice is not None:
+            _note_stages(report, record.card.worker_id, choice)
+
+
+def _note_prompt(report: PromptReport, record: WorkerRecord, choice: Choice, counters: Counters) -> None:
     """A worker has read the prompt of a choice."""
     if choice.attempt != report.attempt_id.attempt:
         return
@@ -49,6 +91,15 @@ def note_prompt(report: PromptReport, record: WorkerRecord, choice: Choice, coun
     if choice.attempt > 1:
         counters.add(MOVED_TOKENS, report.num_cached_tokens, "cached")
         counters.add(MOVED_TOKENS, report.num_computed_tokens, "computed")
+    if choice.track is not None:
+        sent = report.handoff_bytes, report.hidden_bytes, report.hidden_s
+        choice.track.read_prompt(report.num_cached_tokens, *sent)
+
+
+def _note_stages(report: StageReport, worker_id: WorkerId, choice: Choice) -> None:
+    """Believed of the same workers as their tokens; also of an earlier attempt, whose late token may still count."""
+    if choice.track is not None and choice.is_open and worker_id in choice.workers:
+        choice.track.report(report.attempt_id.attempt, worker_id, report.position, report.stages)
 
 
 def _placement(choice: Choice) -> Placement:

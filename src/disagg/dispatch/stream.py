@@ -9,6 +9,7 @@ from disagg.core.errors import DisaggError
 from disagg.core.ids import RequestId
 from disagg.core.request import EmittedToken, FinishReason, SamplingParams
 from disagg.telemetry.metrics import Metric
+from disagg.telemetry.track import RequestTrack
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -78,8 +79,11 @@ class TokenStream(Protocol):
 class GenerationService(Protocol):
     """What the HTTP front needs of the rest. `disagg.testing` ships a fake one."""
 
-    def submit(self, request: GenerateRequest) -> TokenStream:
-        """Raises InvalidRequest, ModelNotFound, Unavailable, Overloaded at once; later failures are events."""
+    def submit(self, request: GenerateRequest, track: RequestTrack | None = None) -> TokenStream:
+        """Raises InvalidRequest, ModelNotFound, Unavailable, Overloaded at once; later failures are events.
+
+        What becomes of the request and when goes into its track, if it has one.
+        """
 
     def models(self) -> tuple[ModelStatus, ...]: ...
 

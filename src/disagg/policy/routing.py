@@ -34,6 +34,9 @@ class PlacementReason(enum.StrEnum):
 
 _Load = Callable[["WorkerView"], tuple[float, int, WorkerId]]
 
+# Reasons that are not what was intended.
+FALLBACKS = frozenset({PlacementReason.NO_PREFILL_WORKER, PlacementReason.PREFILL_POOL_TOO_SMALL})
+
 
 class WorkerView(msgspec.Struct, frozen=True):
     """What the router knows of one worker of the pool."""

@@ -20,6 +20,7 @@ from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, SequenceId, 
 from disagg.core.request import EmittedToken, FinishReason, SequenceSpec
 from disagg.core.roles import Numerics, Role, Task
 from disagg.core.spans import KvLayout
+from disagg.telemetry.stages import StageTime
 
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
@@ -117,6 +118,9 @@ class PromptReport(msgspec.Struct, frozen=True, array_like=True):
     attempt_id: HandoffId
     num_cached_tokens: int  # prompt tokens answered by this worker's prefix index
     num_computed_tokens: int
+    handoff_bytes: int = 0  # source only: pushed to the destination, or about to be
+    hidden_bytes: int = 0  # source only: of those, acknowledged by now
+    hidden_s: float = 0.0  # source only: time so far in which pushes were under way
 
 
 class SequenceReport(msgspec.Struct, frozen=True, array_like=True):
@@ -131,12 +135,21 @@ class SequenceReport(msgspec.Struct, frozen=True, array_like=True):
     hidden_bytes: int = 0  # source only: of those, acknowledged before the prompt was computed
 
 
+class StageReport(msgspec.Struct, frozen=True, array_like=True):
+    """What this worker has spent on a timed attempt, from its start or its last report to the token at `position`."""
+
+    attempt_id: HandoffId
+    position: int
+    stages: tuple[StageTime, ...]
+
+
 class EmitTokens(msgspec.Struct, frozen=True, array_like=True, tag="emit_tokens"):
     """All tokens of one step, and the sequences whose part ended with it."""
 
     tokens: tuple[EmittedToken, ...]
     prompts: tuple[PromptReport, ...] = ()
     reports: tuple[SequenceReport, ...] = ()
+    stages: tuple[StageReport, ...] = ()
 
 
 class ReportFailure(msgspec.Struct, frozen=True, array_like=True, tag="report_failure"):
@@ -203,6 +216,7 @@ class StartSequence(msgspec.Struct, frozen=True, array_like=True, tag="start_seq
 
     emitted_ids: tokens of the answer that are known already; whoever reads the prompt reads them too and goes on after
     the last. A higher attempt replaces a lower one of the same sequence.
+    is_timed: say with its first tokens what the time went to.
     """
 
     spec: SequenceSpec
@@ -211,6 +225,7 @@ class StartSequence(msgspec.Struct, frozen=True, array_like=True, tag="start_seq
     emitted_ids: tuple[int, ...] = ()
     peer: WorkerId | None = None
     peer_incarnation: Incarnation | None = None
+    is_timed: bool = False
 
 
 class AbortSequence(msgspec.Struct, frozen=True, array_like=True, tag="abort_sequence"):

@@ -27,6 +27,7 @@ from disagg.router.message_reader import MessageReading
 from disagg.router.openai_types import SharedParams
 from disagg.router.reasoning import ThoughtCounter
 from disagg.router.stop_strings import StopAutomaton
+from disagg.telemetry.track import RequestTrack
 
 _MAX_MERGED: Final = 64  # events that wait for a slow client, before the streams themselves hold them
 
@@ -61,18 +62,19 @@ class OpenAnswer:
         params: SharedParams,
         texts: Sequence[str | None],
         reading: MessageReading | None = None,
+        tracks: Sequence[RequestTrack] = (),
     ) -> None:
         """Submit everything. Raises what the service raises; then nothing stays submitted.
 
         `texts` are the prompts as the client wrote them, None where it gave token ids; `reading` is how a chat's answer
-        is read.
+        is read; `tracks` are of the same prompts, where their times are to be noted.
         """
         self._params = params
         self._prompts = [EchoedPrompt(each.prompt_ids, text, None) for each, text in zip(requests, texts, strict=True)]
         self._held: dict[int, list[TokensDelivered]] = {}  # by prompt: what came before the prompt's scores
         self._num_prompt_tokens = sum(len(request.prompt_ids) for request in requests)
         self._num_choices = requests[0].num_choices
-        self._streams = _submit_all(service, requests)
+        self._streams = _submit_all(service, requests, tracks)
         self._events: _Events = _SingleEvents(self._streams[0]) if len(self._streams) == 1 else _Merged(self._streams)
         stops = StopAutomaton(params.stop) if params.stop else None
         ends = requests[0].sampling.stop_token_ids
@@ -201,11 +203,13 @@ def _thought_counter(reading: MessageReading | None) -> ThoughtCounter | None:
     return ThoughtCounter(is_open=reading.is_open)
 
 
-def _submit_all(service: GenerationService, requests: Sequence[GenerateRequest]) -> list[TokenStream]:
+def _submit_all(
+    service: GenerationService, requests: Sequence[GenerateRequest], tracks: Sequence[RequestTrack]
+) -> list[TokenStream]:
     streams: list[TokenStream] = []
     try:
-        for request in requests:
-            streams.append(service.submit(request))
+        for number, request in enumerate(requests):
+            streams.append(service.submit(request, tracks[number] if tracks else None))
     except BaseException:
         for stream in streams:
             stream.abort()

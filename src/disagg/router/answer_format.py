@@ -35,8 +35,8 @@ class AnswerFormat(Protocol):
     def piece(self, piece: Piece, usage: Usage | None = None) -> bytes:
         """Events of one piece, its finish included. With usage, each carries it."""
 
-    def usage(self, usage: Usage) -> bytes:
-        """The event with token counts and no choices."""
+    def closing(self, usage: Usage | None, extension: bytes) -> bytes:
+        """The event without choices after all others: token counts, and a field of ours as "name":value, or b""."""
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
         """The whole answer as one JSON object."""
@@ -89,6 +89,11 @@ def usage_body(usage: Usage) -> UsageBody:
     )
 
 
+def extended(json: bytes, extension: bytes) -> bytes:
+    """A JSON object with one more field, written as "name":value; b"" adds none."""
+    return b"%b,%b}" % (json[:-1], extension) if extension else json
+
+
 def finite(logprob: float) -> float:
     """A natural-log probability that JSON can carry."""
     return max(_LOWEST_LOGPROB, logprob)
@@ -131,6 +136,7 @@ class ChunkFrame:
         reason = b"null" if finish_reason is None else b'"%b"' % finish_reason.value.encode()
         return b"".join((start, content, b',"logprobs":', logprobs, b',"finish_reason":', reason, end))
 
-    def usage(self, usage: Usage) -> bytes:
-        json = self._start.removeprefix(b"data: ") + b'],"usage":' + to_json(usage_body(usage)) + b"}"
-        return event(json)
+    def closing(self, usage: Usage | None, extension: bytes) -> bytes:
+        counts = b"" if usage is None else b',"usage":' + to_json(usage_body(usage))
+        json = self._start.removeprefix(b"data: ") + b"]" + counts + b"}"
+        return event(extended(json, extension))

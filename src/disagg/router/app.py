@@ -28,6 +28,8 @@ from disagg.router.models import ServedModels
 from disagg.router.request_id import RequestIdHeader
 from disagg.router.sse import ClientGone
 from disagg.router.text import ModelText
+from disagg.router.timelines import Timelines
+from disagg.router.timing import Timing
 from disagg.telemetry.metrics import HTTP_ERRORS
 
 # Parts of OpenAI's API that are not here, by the first word after /v1/.
@@ -62,16 +64,27 @@ def create_app(
     limits: BodyLimits = DEFAULT_LIMITS,
     access: Access | None = None,
     cors_origins: Sequence[str] = (),
+    timing: Timing | None = None,
     clock: Callable[[], float] = time.time,
     draw_seed: Callable[[], int] = draw_random_seed,
 ) -> ASGIApp:
     """The application over a service.
 
     `models` are the names clients may ask for. `text_threads` runs templates and tokenizers; its owner shuts it down.
-    Without `access` nobody needs a key. Pages of `cors_origins` may ask from a browser ("*": of all).
+    Without `access` nobody needs a key. Pages of `cors_origins` may ask from a browser ("*": of all). Without `timing`
+    no timeline is kept: only answers whose requests ask for theirs show it.
     `clock` gives Unix time in seconds for "created"; `draw_seed` a seed for a request without one.
     """
-    made = endpoints(service, models, text_threads, limits=limits, access=access, clock=clock, draw_seed=draw_seed)
+    made = endpoints(
+        service,
+        models,
+        text_threads,
+        limits=limits,
+        access=access,
+        timing=timing,
+        clock=clock,
+        draw_seed=draw_seed,
+    )
     errors = _ErrorCount(service)
     routes = [Route(path, _Guarded(endpoint, errors), methods=[method]) for method, path, endpoint in made]
     app: ASGIApp = _Site(Router(routes, redirect_slashes=False), errors)
@@ -122,14 +135,17 @@ def endpoints(
     *,
     limits: BodyLimits = DEFAULT_LIMITS,
     access: Access | None = None,
+    timing: Timing | None = None,
     clock: Callable[[], float] = time.time,
     draw_seed: Callable[[], int] = draw_random_seed,
 ) -> tuple[tuple[str, str, Endpoint], ...]:
     """(method, path, who answers): all there is. Arguments as of create_app."""
     access = access or Access()
+    timing = timing or Timing(0, clock)
     served = ServedModels(service, models)
-    writing = Generation(service, served, access, text_threads, limits, clock, draw_seed)
+    writing = Generation(service, served, access, text_threads, limits, timing, clock, draw_seed)
     telling = Information(service, served, access, text_threads, limits, clock)
+    timelines = Timelines(access, timing.store, text_threads)
     made: tuple[tuple[str, str, Endpoint], ...] = (
         ("POST", "/v1/chat/completions", writing.chat),
         ("POST", "/v1/completions", writing.completions),
@@ -141,6 +157,8 @@ def endpoints(
         ("GET", "/ready", telling.ready),
         ("GET", "/metrics", telling.metrics),
         ("GET", "/cluster", telling.cluster),
+        ("GET", "/timeline", timelines.last),
+        ("GET", "/timeline/{request_id}", timelines.one),
         ("GET", "/version", telling.version),
     )
     told = Described([(method, path) for method, path, _ in made])

@@ -96,8 +96,8 @@ class ChatFormat:
             chunks += self._frame.chunk(piece.index, b'"delta":{}', b"null", piece.finish_reason, usage)
         return chunks
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._frame.usage(usage)
+    def closing(self, usage: Usage | None, extension: bytes) -> bytes:
+        return self._frame.closing(usage, extension)
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
         return to_json(

@@ -35,6 +35,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
     cors_origins: tuple[str, ...] = ()  # whose pages may ask from a browser; "*": all
     keys: str = ""  # directory made by `disagg keys`: workers are met under mutual TLS; "": loopback only
     decision_log: str = ""  # file to write every event and decision to; "": none
+    keep_timelines: int = 256  # of the last requests, to be asked for at /timeline; 0: none
+    otel: bool = False  # export a trace of each request over OTLP, set up by the OTEL_ variables of the environment
     tool_parser: ToolParser = ToolParser.AUTO  # how the models write function calls; auto: by their chat templates
     reasoning_parser: ReasoningParser = ReasoningParser.AUTO  # whether <think>…</think> is taken out of answers
 
@@ -55,6 +57,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("max_open_requests", self.max_open_requests, 1),
             ("max_body_bytes", self.max_body_bytes, 1024),
             ("max_json_depth", self.max_json_depth, 4),
+            ("keep_timelines", self.keep_timelines, 0),
         )
         for field, value, least in limits:
             if value < least:

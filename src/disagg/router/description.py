@@ -5,6 +5,7 @@ answers are made from the types that are sent.
 """
 
 import enum
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -32,8 +33,10 @@ from disagg.router.openai_types import (
     REPETITION_PENALTY,
     ROLES,
 )
+from disagg.router.timelines import DEFAULT_LAST, MAX_LAST
 from disagg.router.tokens import DetokenizeAnswer, TokenizeAnswer
 from disagg.router.tools.spec import MAX_TOOLS
+from disagg.telemetry.timeline import TimelineAnswer
 
 Schema = dict[str, Any]
 _REF: Final = "#/components/schemas/{name}"
@@ -207,14 +210,24 @@ def body_schema(endpoint: Endpoint) -> Schema:
 
 def describe(endpoints: Iterable[tuple[str, str]], version: str) -> Schema:
     """The whole document. endpoints: (method, path) of all there are."""
-    answers = (ChatAnswer, MessageAnswer, CompletionAnswer, TokenizeAnswer, DetokenizeAnswer, ErrorEnvelope)
+    answers = (
+        ChatAnswer,
+        MessageAnswer,
+        CompletionAnswer,
+        TokenizeAnswer,
+        DetokenizeAnswer,
+        TimelineAnswer,
+        ErrorEnvelope,
+    )
     refs, components = msgspec.json.schema_components(answers, ref_template=_REF)
-    chat, message, completion, spelled, text, error = refs
+    chat, message, completion, spelled, text, timeline, error = refs
     bodies: Mapping[str, Schema] = {
         Endpoint.CHAT: _either(chat, message),
         Endpoint.COMPLETIONS: completion,
         Endpoint.TOKENIZE: spelled,
         Endpoint.DETOKENIZE: text,
+        "/timeline": timeline,
+        "/timeline/{request_id}": timeline,
     }
     paths: dict[str, Schema] = {}
     for method, path in endpoints:
@@ -238,8 +251,14 @@ def _operation(path: str, answer: Schema, error: Schema) -> Schema:
     if path in tuple(Endpoint):
         schema = body_schema(Endpoint(path))
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
-    if "{model}" in path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": _TEXT}]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    if path == "/timeline":
+        last = {**_integer(1, MAX_LAST), "default": DEFAULT_LAST}
+        parameters.append({"name": "last", "in": "query", "required": False, "schema": last})
+    if parameters:
+        operation["parameters"] = parameters
     return operation
 
 

@@ -27,7 +27,7 @@ from disagg.core.errors import DisaggError, RateLimited
 from disagg.dispatch.stream import GenerateRequest, GenerationService, ModelStatus
 from disagg.router.access import Access, Caller
 from disagg.router.answer import OpenAnswer
-from disagg.router.answer_format import AnswerFormat, AnswerHead
+from disagg.router.answer_format import AnswerFormat, AnswerHead, extended
 from disagg.router.body import BodyLimits, read_body
 from disagg.router.chat import ChatFormat
 from disagg.router.choice import Piece
@@ -40,7 +40,9 @@ from disagg.router.models import ServedModels
 from disagg.router.openai_types import SharedParams, read_chat, read_completion
 from disagg.router.sse import DONE, EventStream, event, unless_client_goes
 from disagg.router.text import ModelText, chat_requests, completion_requests
+from disagg.router.timing import AnswerTiming, Timing
 from disagg.telemetry.metrics import REJECTIONS
+from disagg.telemetry.stages import Stage
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class Generation:
         access: Access,
         text_threads: Executor,
         limits: BodyLimits,
+        timing: Timing,
         clock: Callable[[], float],
         draw_seed: Callable[[], int],
     ) -> None:
@@ -81,6 +84,7 @@ class Generation:
         self._access = access
         self._text_threads = text_threads
         self._limits = limits
+        self._timing = timing
         self._clock = clock
         self._draw_seed = draw_seed
 
@@ -92,22 +96,31 @@ class Generation:
 
     async def _generate(self, request: Request, prepare: Prepare, form: Format, prefix: str) -> Response:
         caller = self._access.caller(request.headers)
+        timing = self._timing.begin(request.scope["path"], request.headers)
         body = await read_body(request, self._limits)
-        return await unless_client_goes(request.receive, self._answer(caller, body, prepare, form, prefix))
+        if timing is not None:
+            timing.mark(Stage.RECEIVE, time.monotonic())
+        return await unless_client_goes(request.receive, self._answer(caller, body, timing, prepare, form, prefix))
 
-    async def _answer(self, caller: Caller, body: bytes, prepare: Prepare, form: Format, prefix: str) -> Response:
+    async def _answer(
+        self, caller: Caller, body: bytes, timing: AnswerTiming | None, prepare: Prepare, form: Format, prefix: str
+    ) -> Response:
         statuses, depth = self._models.statuses(), self._limits.max_depth
         loop = asyncio.get_running_loop()
-        job = await loop.run_in_executor(self._text_threads, lambda: prepare(read_object(body, depth), statuses))
+        work = _noted(lambda: prepare(read_object(body, depth), statuses), timing)
+        job = await loop.run_in_executor(self._text_threads, work)
         params, tokenizer = job.params, job.text.tokenizer
         self._admit(caller, job.requests)
         requests = [_of(caller, each) for each in job.requests]
-        answer = OpenAnswer(self._service, requests, tokenizer, params, job.written, job.reading)
+        tracks = timing.open(requests) if timing is not None else ()
+        answer = OpenAnswer(self._service, requests, tokenizer, params, job.written, job.reading, tracks)
         is_handed_over = False
 
         async def close() -> None:
             await answer.close()
             caller.meter.charge(answer.usage.completion_tokens, time.monotonic())
+            if timing is not None:
+                self._timing.end(timing)
 
         try:
             head = AnswerHead(
@@ -120,8 +133,9 @@ class Generation:
             )
             writer = _writer(form, head, job)
             if not params.stream:
-                return Response(writer.whole(await answer.collect(), answer.usage), media_type=JSON)
-            chunks = _Chunks(answer, writer, params)
+                whole = writer.whole(await answer.collect(), answer.usage)
+                return Response(extended(whole, timing.extension() if timing else b""), media_type=JSON)
+            chunks = _Chunks(answer, writer, params, timing)
             await chunks.open()
             is_handed_over = True
             return EventStream(chunks.next, close)
@@ -157,6 +171,20 @@ def _writer(form: Format, head: AnswerHead, job: Prepared) -> AnswerFormat:
     return MessageFormat(head, job.text.tokenizer, job.reading)
 
 
+def _noted(work: Callable[[], Prepared], timing: AnswerTiming | None) -> Callable[[], Prepared]:
+    """The same, that says when a thread had begun and ended it."""
+    if timing is None:
+        return work
+
+    def noted() -> Prepared:
+        timing.mark(Stage.ROUTER_QUEUE, time.monotonic())
+        prepared = work()
+        timing.mark(Stage.TOKENISE, time.monotonic())
+        return prepared
+
+    return noted
+
+
 def _of(caller: Caller, request: GenerateRequest) -> GenerateRequest:
     return msgspec.structs.replace(
         request, priority=caller.priority, slo_class=caller.slo_class, tenant=caller.name, cache_salt=caller.name
@@ -166,10 +194,13 @@ def _of(caller: Caller, request: GenerateRequest) -> GenerateRequest:
 class _Chunks:
     """Events of one stream. After a failure an error event is the last one: without [DONE] it is no whole answer."""
 
-    def __init__(self, answer: OpenAnswer, writer: AnswerFormat, params: SharedParams) -> None:
+    def __init__(
+        self, answer: OpenAnswer, writer: AnswerFormat, params: SharedParams, timing: AnswerTiming | None
+    ) -> None:
         self._answer = answer
         self._writer = writer
         self._params = params
+        self._timing = timing
         self._opening: bytes | None = None
         self._is_over = False
 
@@ -183,6 +214,8 @@ class _Chunks:
         if self._opening is not None:
             opening, self._opening = self._opening, None
             return opening
+        if self._timing is not None:
+            self._timing.wrote()  # whoever asks for more has written the last
         if self._is_over:
             return None
         try:
@@ -195,8 +228,15 @@ class _Chunks:
         if pieces is not None:
             return self._written(pieces)
         self._is_over = True
-        return (self._writer.usage(self._answer.usage) if self._params.include_usage else b"") + DONE
+        usage = self._answer.usage if self._params.include_usage else None
+        extension = self._timing.extension() if self._timing is not None else b""
+        return (self._writer.closing(usage, extension) if usage or extension else b"") + DONE
 
     def _written(self, pieces: Sequence[Piece]) -> bytes:
         usage = self._answer.usage if self._params.continuous_usage else None
-        return b"".join([self._writer.piece(piece, usage) for piece in pieces])
+        written = [self._writer.piece(piece, usage) for piece in pieces]
+        if self._timing is not None:
+            for piece, shown in zip(pieces, written, strict=True):
+                if shown:
+                    self._timing.show(piece.index)
+        return b"".join(written)

@@ -118,6 +118,12 @@ def unsupported_endpoint(path: str) -> HttpError:
     return HttpError(404, ErrorBody(message, "invalid_request_error", None, "unsupported_endpoint"))
 
 
+def timeline_not_kept(name: str) -> HttpError:
+    """404: a request that is not among the last ones, or not the caller's."""
+    message = f"no timeline of {name[:128]!r} is kept; give the id of one of your last answers, after its end"
+    return HttpError(404, ErrorBody(message, "invalid_request_error", "request_id", "timeline_not_kept"))
+
+
 def routing_error(status: int, method: str, path: str) -> HttpError:
     """404 or 405 of the HTTP layer itself."""
     if status == 405:

@@ -101,8 +101,8 @@ class MessageFormat:
     def opening(self, num_choices: int) -> bytes:
         return self._plain.opening(num_choices)
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._plain.usage(usage)
+    def closing(self, usage: Usage | None, extension: bytes) -> bytes:
+        return self._plain.closing(usage, extension)
 
     def piece(self, piece: Piece, usage: Usage | None = None) -> bytes:
         reader = self._readers.setdefault(piece.index, MessageReader(self._reading))

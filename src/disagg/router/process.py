@@ -7,6 +7,7 @@ import secrets
 import signal
 import ssl
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.types import ASGIApp
@@ -30,6 +31,7 @@ from disagg.router.listening import listen
 from disagg.router.server import HttpServer, TlsFiles, raise_descriptor_limit
 from disagg.router.service import LiveService
 from disagg.router.text import ModelText
+from disagg.router.timing import Export, Timing
 from disagg.telemetry.decision_log import DecisionLog
 
 TEXT_THREADS = 2
@@ -63,6 +65,8 @@ async def _serve(config: RouterConfig, texts: dict[str, ModelText], access: Acce
         max_open_requests=config.max_open_requests,
         recovery=RecoveryLimits(max_queue_s=config.max_queue_s),
     )
+    export = _load_export() if config.otel else None
+    timing = Timing(config.keep_timelines, time.time, export)
     file = DecisionFile(config.decision_log) if config.decision_log else None
     log = DecisionLog(file.write, dispatcher_config) if file is not None else None
     dispatcher = Dispatcher(dispatcher_config, log.decided) if log is not None else Dispatcher(dispatcher_config)
@@ -70,13 +74,27 @@ async def _serve(config: RouterConfig, texts: dict[str, ModelText], access: Acce
         dispatcher, beat_interval_s=config.beat_interval_s, keys=load_keys(config.keys), decision_log=log
     )
     try:
-        await _serve_http(config, texts, access, service)
+        await _serve_http(config, texts, access, service, timing)
     finally:
+        if export is not None:
+            await asyncio.get_running_loop().run_in_executor(None, export.close)
         if file is not None:
             file.close()
 
 
-async def _serve_http(config: RouterConfig, texts: dict[str, ModelText], access: Access, service: LiveService) -> None:
+def _load_export() -> Export:
+    """Raises ConfigurationError where the library is not installed."""
+    try:
+        from disagg.router.tracing import export_by_environment
+    except ImportError as error:
+        text = f"--otel needs a library that is not here ({error.name}): pip install 'disagg[otel]'"
+        raise ConfigurationError(text) from None
+    return export_by_environment()
+
+
+async def _serve_http(
+    config: RouterConfig, texts: dict[str, ModelText], access: Access, service: LiveService, timing: Timing
+) -> None:
     http = listen(config.host, config.port)
     try:
         control = await service.listen(config.control_host, config.control_port)
@@ -93,6 +111,7 @@ async def _serve_http(config: RouterConfig, texts: dict[str, ModelText], access:
             limits=BodyLimits(config.max_body_bytes, config.max_json_depth, config.body_timeout_s),
             access=access,
             cors_origins=config.cors_origins,
+            timing=timing,
         )
         server = _http_server(config, app)
         running = asyncio.create_task(server.serve(sockets=[http]))

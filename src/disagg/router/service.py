@@ -56,6 +56,7 @@ from disagg.router.metrics import RouterMetrics
 from disagg.router.stream_times import StreamTimes
 from disagg.telemetry.decision_log import DecisionLog
 from disagg.telemetry.metrics import CONTROL_REFUSED, Metric
+from disagg.telemetry.track import RequestTrack
 
 _log = logging.getLogger(__name__)
 
@@ -209,11 +210,11 @@ class LiveService:
 
     # --- GenerationService -------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest) -> TokenStream:
+    def submit(self, request: GenerateRequest, track: RequestTrack | None = None) -> TokenStream:
         now_s = time.monotonic()
         if self._log is not None:
             self._log.happened(RequestSubmitted(request), now_s)
-        request_id, actions = self._dispatcher.submit(request, now_s)
+        request_id, actions = self._dispatcher.submit(request, now_s, track)
         opened = self._dispatcher.open_request(request_id)
         path = opened.path if opened is not None else Path.MIXED
         times = StreamTimes(self._metrics, path, request.num_choices, now_s)

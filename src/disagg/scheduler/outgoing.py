@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from disagg.core.request import EmittedToken
-from disagg.protocol.messages import EmitTokens, PromptReport, SequenceReport
+from disagg.protocol.messages import EmitTokens, PromptReport, SequenceReport, StageReport
 from disagg.scheduler.actions import Action, SendToRouter
 
 
@@ -16,6 +16,7 @@ class Outgoing:
         self._scored: list[EmittedToken] = []  # with log probabilities of a prompt: large
         self._prompts: list[PromptReport] = []
         self._reports: list[SequenceReport] = []
+        self._stages: list[StageReport] = []
 
     def act(self, *actions: Action) -> None:
         self._actions.extend(actions)
@@ -32,14 +33,19 @@ class Outgoing:
     def report_end(self, report: SequenceReport) -> None:
         self._reports.append(report)
 
+    def report_stages(self, report: StageReport) -> None:
+        self._stages.append(report)
+
     def take(self) -> list[Action]:
         """All tokens and reports since the last call travel in one message, before anything else.
 
         Only a token with its prompt's log probabilities has one of its own: a message has a largest size.
         """
         messages = [EmitTokens((token,), (), ()) for token in self._scored]
-        if self._tokens or self._prompts or self._reports:
-            messages.insert(0, EmitTokens(tuple(self._tokens), tuple(self._prompts), tuple(self._reports)))
+        if self._tokens or self._prompts or self._reports or self._stages:
+            reports = tuple(self._prompts), tuple(self._reports), tuple(self._stages)
+            messages.insert(0, EmitTokens(tuple(self._tokens), *reports))
         actions = [*map(SendToRouter, messages), *self._actions] if messages else self._actions
-        self._tokens, self._scored, self._prompts, self._reports, self._actions = [], [], [], [], []
+        self._tokens, self._scored, self._prompts, self._reports = [], [], [], []
+        self._stages, self._actions = [], []
         return actions

@@ -27,6 +27,7 @@ from disagg.telemetry.metrics import (
     PROMPT_TOKENS_RECEIVED,
     RESERVATIONS_REFUSED,
 )
+from disagg.telemetry.stages import Stage
 
 
 class Receiving:
@@ -117,6 +118,7 @@ class Receiving:
             self._state.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, text))
             return
         destination.finish_prefill(message)
+        self._state.stages.enter(sequence, Stage.TRANSFER, self._state.now_s)
         self._complete_if_all_here(destination)
 
     def _answer_repeat(self, peer: WorkerId, message: FinishPrefill, destination: HandoffDestination | None) -> None:
@@ -171,6 +173,7 @@ class Receiving:
             return
         state.move(sequence, SequenceTrigger.KV_COMPLETE)
         sequence.answer_ids.append(destination.first_token.token_id)
+        state.stages.report(sequence, destination.first_token.position, state.now_s)
         # The source sent it to the router too; should the source die, ours still arrives. Positions tell repeats.
         state.emit_tokens((destination.first_token,))
         is_over = sequence.finish_reason() is not None

@@ -228,6 +228,8 @@ class Scheduler:
                 sequence.destination = HandoffDestination(attempt_id, message.peer, fence, key)
                 self._state.leases.lease(sequence.destination, self._state.now_s + self.config.lease_s)
         self._state.add(sequence)
+        if message.is_timed:
+            self._state.stages.start(sequence, self._state.now_s)
         self._grammars.ask(sequence)
 
     def _form(self, message: StartSequence) -> str:

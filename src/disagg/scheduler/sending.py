@@ -25,6 +25,7 @@ from disagg.scheduler.sequence import Sequence
 from disagg.scheduler.source import HandoffSource
 from disagg.scheduler.state import SchedulerState
 from disagg.telemetry.metrics import PUSH_RETRIES, PUSHES
+from disagg.telemetry.stages import Stage
 
 MAX_BACK_OFF = 4  # doublings of the wait before a refused reservation is asked again
 UNKNOWN_GRACE_S = 1.0  # the router tells both ends at once: one may hear of the other first
@@ -56,6 +57,7 @@ class Sending:
         sequence.num_cached = allocation.num_cached * cache.block_size
         source.machine.fire(SourceTrigger.RESERVATION_REQUESTED)
         state.leases.lease(source, state.now_s + state.config.lease_s)
+        state.stages.enter(sequence, Stage.RESERVATION, state.now_s)
         self._tell_request(sequence, source)
         return True
 
@@ -102,7 +104,7 @@ class Sending:
         if sequence is None or source is None or not source.is_outstanding(event.number):
             self._state.ignore(event)
         elif event.failure is None or source.is_taken:
-            num_bytes, sent_s = source.acknowledge(event.number)
+            num_bytes, sent_s = source.acknowledge(event.number, self._state.now_s)
             if event.failure is None:
                 self._state.observe_link(source.peer, num_bytes, sent_s)
             self._finish_if_done(sequence, source)
@@ -146,6 +148,7 @@ class Sending:
         source.grant(message)
         state.leases.lease(source, state.now_s + state.config.lease_s)
         state.move(sequence, SequenceTrigger.BLOCKS_ALLOCATED)
+        state.stages.enter(sequence, Stage.PREFILL_QUEUE, state.now_s)
         sequence.num_computed = sequence.num_cached
         state.count_lookup(sequence)
         if state.config.handoff_mode is HandoffMode.LAYERWISE or sequence.task is Task.SEND_PREFIX:

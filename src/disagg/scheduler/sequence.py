@@ -7,7 +7,6 @@ from disagg.kvcache.block_hash import BlockHash
 from disagg.policy.batching import PromptWork
 from disagg.protocol.handoff import DestinationState
 from disagg.protocol.lifecycle import SEQUENCE_TABLE, SequenceState
-from disagg.protocol.messages import PromptReport, SequenceReport
 from disagg.protocol.table import Machine
 from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.engine import Scoring, StepRow, TokenHistory
@@ -189,23 +188,6 @@ class Sequence:
             return self.spec.prompt_ids[start:stop]
         answer = tuple(self.answer_ids[max(0, start - num_prompt) : stop - num_prompt])
         return self.spec.prompt_ids[start:] + answer
-
-    def prompt_report(self) -> PromptReport:
-        """How the prompt was read here."""
-        return PromptReport(self.attempt_id, self.num_cached, self.num_to_read - self.num_cached)
-
-    def end_report(self) -> SequenceReport:
-        """What this worker has done for it, once its part has ended well."""
-        source = self.source
-        return SequenceReport(
-            sequence_id=self.sequence_id,
-            task=self.task,
-            finish_reason=self.finish_reason() if self.writes_answer else None,
-            num_computed_tokens=min(self.num_computed, self.num_to_read) - self.num_cached - self.num_received,
-            num_received_tokens=self.num_received,
-            handoff_bytes=source.acknowledged_bytes if source else 0,
-            hidden_bytes=source.hidden_bytes if source else 0,
-        )
 
     def start_over(self) -> None:
         """Preempted: its blocks are gone, all tokens so far are to be read again."""

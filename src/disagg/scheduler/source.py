@@ -46,6 +46,8 @@ class HandoffSource:
         self._next_number = 0
         self._outstanding: dict[int, _Outstanding] = {}
         self._pushed_layers = 0  # of the running step
+        self._pushing_s = 0.0  # time in which pushes were under way, without the one that goes on
+        self._pushing_since_s: float | None = None
 
     def is_of(self, peer: WorkerId, fence: Fence) -> bool:
         """Whether a message of this peer with this fence is about this hand-off."""
@@ -104,16 +106,30 @@ class HandoffSource:
 
     def send(self, number: int, now_s: float) -> None:
         """A push goes to the transport now."""
+        if self._pushing_since_s is None:
+            self._pushing_since_s = now_s
         self._outstanding[number] = self._outstanding[number]._replace(sent_s=now_s)
 
-    def acknowledge(self, number: int) -> tuple[int, float]:
+    def acknowledge(self, number: int, now_s: float) -> tuple[int, float]:
         """A push is verified at the other end: its bytes, and when it was sent. It must be outstanding."""
         known = self._outstanding.pop(number)
         num_bytes = self._bytes_of(known.push.span)
         self.acknowledged_bytes += num_bytes
         if self.state is SourceState.OPEN:
             self.hidden_bytes += num_bytes
+        if not self._outstanding and self._pushing_since_s is not None:
+            self._pushing_s += now_s - self._pushing_since_s
+            self._pushing_since_s = None
         return num_bytes, known.sent_s
+
+    def pushing_s(self, now_s: float) -> float:
+        """Seconds so far in which at least one push was under way."""
+        return self._pushing_s + (0.0 if self._pushing_since_s is None else now_s - self._pushing_since_s)
+
+    @property
+    def pushed_bytes(self) -> int:
+        """On the wire: acknowledged, and under way."""
+        return self.acknowledged_bytes + sum(self._bytes_of(each.push.span) for each in self._outstanding.values())
 
     def retry(self, number: int) -> PushSpan | None:
         """The push to send again after a failure, or None when it has failed too often (or is not known)."""

@@ -23,8 +23,10 @@ from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.leases import Leases
 from disagg.scheduler.outgoing import Outgoing
+from disagg.scheduler.reports import prompt_report, sequence_report
 from disagg.scheduler.sequence import Sequence
 from disagg.scheduler.sequence_table import SequenceTable
+from disagg.scheduler.stage_clocks import StageClocks
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import (
     HANDOFF_BYTES,
@@ -34,6 +36,7 @@ from disagg.telemetry.metrics import (
     PREFIX_TOKENS_LOOKED_UP,
     SEQUENCES,
 )
+from disagg.telemetry.stages import Stage
 
 MAX_REMEMBERED = 4096  # ended attempts
 
@@ -65,6 +68,7 @@ class SchedulerState:
         self._ended: OrderedDict[HandoffId, bool] = OrderedDict()
         self._has_freed = False
         self._outgoing = Outgoing()
+        self.stages = StageClocks(self._outgoing)
 
     # --- sequences ---------------------------------------------------------------------------------------------
 
@@ -98,6 +102,7 @@ class SchedulerState:
         self.cache.release(sequence.blocks)
         sequence.blocks = ()
         sequence.start_over()
+        self.stages.enter(sequence, Stage.PREFILL_QUEUE, self.now_s)
         self.move(sequence, SequenceTrigger.PREEMPTED)
         self._expect_hits(sequence)
         self.refuse(sequence)
@@ -165,7 +170,7 @@ class SchedulerState:
         self._outgoing.emit(tokens)
 
     def report_prompt(self, sequence: Sequence) -> None:
-        self._outgoing.report_prompt(sequence.prompt_report())
+        self._outgoing.report_prompt(prompt_report(sequence, self.now_s))
 
     def take_actions(self) -> list[Action]:
         """What is to be done since the last call, in order."""
@@ -211,7 +216,7 @@ class SchedulerState:
         """This worker's part has ended well."""
         self.move(sequence, SequenceTrigger.FINISHED)
         source = sequence.source
-        self._outgoing.report_end(sequence.end_report())
+        self._outgoing.report_end(sequence_report(sequence))
         if source is not None:
             self.counters.add(HANDOFFS, label="sent")
             self.counters.add(HANDOFF_BYTES, source.hidden_bytes, label="hidden")
@@ -263,6 +268,7 @@ class SchedulerState:
 
     def _forget(self, sequence: Sequence) -> None:
         self._has_freed = True
+        self.stages.stop(sequence)
         self.cache.release(sequence.blocks)
         sequence.blocks = ()
         del self.sequences[sequence.attempt_id]
@@ -342,6 +348,7 @@ class SchedulerState:
         self.table.check_invariants(self.sequences.values())
         self.leases.check_invariants(self.now_s)
         self.begun.check_invariants()
+        self.stages.check_invariants(self.sequences.values())
         begun = set(self.begun)
         for sequence in self.sequences.values():
             if (sequence.partial is not None) != (sequence in begun):

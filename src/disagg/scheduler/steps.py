@@ -33,6 +33,7 @@ from disagg.telemetry.metrics import (
     STEP_SECONDS,
     STEPS,
 )
+from disagg.telemetry.stages import Stage
 
 _Ended = tuple[Sequence, StepRow, EmittedToken | None]
 _Row = tuple[Sequence, StepRow]  # of the running step, and whose it is
@@ -73,6 +74,8 @@ class Steps:
             return False
         part.sequence.is_in_step = True
         self._rows, self._planned, self._num_open = ((part.sequence, part.row),), (), None
+        if part.sequence.state is SequenceState.DECODING:
+            self._state.stages.enter(part.sequence, Stage.FIRST_STEP, self._state.now_s)
         self._run(StepPlan(StepId(self._next_step), (part.row,), layers=part.layers, carried=part.carried))
         return True
 
@@ -99,6 +102,8 @@ class Steps:
             return False
         self._rows, self._shape = tuple(rows), shape
         self._planned, self._num_open = self._state.table.streams(), None
+        if self._state.stages.is_any:
+            self._state.stages.start_step(prompts, self._state.now_s)
         plan_rows = tuple([row for _, row in rows])
         self._run(StepPlan(StepId(self._next_step), plan_rows, self._report_every(prompts)))
         return True
@@ -187,6 +192,8 @@ class Steps:
             self._finish_part(event)
             return
         self._count(event.duration_s)
+        if self._state.stages.is_any:
+            self._state.stages.end_step(self._state.now_s)
         self._state.step_times.observe(self._shape, event.duration_s)
         self._take(event.result)
 
@@ -194,9 +201,14 @@ class Steps:
         """Its time says nothing of a whole step's."""
         self._count(event.duration_s, kind="part")
         ((sequence, _),) = self._rows
+        stages = self._state.stages
         if self._partials.finish(sequence, event.result.carried):
+            if sequence.is_live:
+                stages.report(sequence, len(sequence.answer_ids), self._state.now_s)
             self._take(event.result)
             return
+        if sequence.state is SequenceState.DECODING:
+            stages.enter(sequence, Stage.DECODE_QUEUE, self._state.now_s)
         self._ended(event.result)
         self._state.end_if_unused(sequence)
 
@@ -242,6 +254,8 @@ class Steps:
         state, num_rows = self._state, len(self._rows)
         # The tuple of streams is made anew whenever one begins or ends.
         if self._running is None or state.table.streams() is not self._planned or len(self._planned) != num_rows:
+            return 1
+        if state.stages.is_any:
             return 1
         if state.table.num_in_state(SequenceState.PREFILLING) or state.table.starts_something:
             return 1
@@ -338,12 +352,13 @@ class Steps:
     def _take_first_token(self, sequence: Sequence, token: EmittedToken) -> None:
         """The prompt is computed."""
         state = self._state
-        state.report_prompt(sequence)
         state.counters.add(PROMPT_TOKENS_CACHED, sequence.num_cached, label=sequence.task.value)
         if sequence.source is not None:
             sequence.answer_ids.append(token.token_id)
             self._sending.finish_prefill(sequence, sequence.source, token)
+            state.report_prompt(sequence)
             return
+        state.report_prompt(sequence)
         state.move(sequence, SequenceTrigger.PROMPT_COMPUTED)
         self._write(sequence, token)
 

@@ -4,16 +4,20 @@ service = FakeGenerationService([ready("m")], lambda request: Script(tokens=((5,
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
 from disagg.core.errors import DisaggError, ModelNotFound
-from disagg.core.ids import Incarnation, RequestId, SequenceId
+from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, FinishReason, TokenLogprobs, finish_reason
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, StreamEvent, TokensDelivered
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import Metric
+from disagg.telemetry.track import ChoiceTrack, RequestTrack, Trip
+
+_TRIP = Trip(1, "mixed", "mixed_worker", is_fallback=False, decode=WorkerId("fake"))
 
 
 class Script(msgspec.Struct, frozen=True):
@@ -47,7 +51,9 @@ def not_ready(model: str, missing: str = "no decode worker has registered") -> M
 class FakeTokenStream:
     """One scripted stream. Its public fields say what the front did with it."""
 
-    def __init__(self, request_id: RequestId, request: GenerateRequest, script: Script) -> None:
+    def __init__(
+        self, request_id: RequestId, request: GenerateRequest, script: Script, track: RequestTrack | None = None
+    ) -> None:
         self.request = request
         self.script = script
         self.num_aborts = 0
@@ -58,6 +64,11 @@ class FakeTokenStream:
         self._request_id = request_id
         self._released = asyncio.Event()
         self._open = set(range(request.num_choices))
+        self._track = track
+        if track is not None:
+            track.name = str(request_id)
+            for choice in track.choices:
+                choice.place(_TRIP, time.monotonic())
 
     @property
     def request_id(self) -> RequestId:
@@ -66,6 +77,11 @@ class FakeTokenStream:
     @property
     def num_cached_tokens(self) -> int:
         return self.script.num_cached_tokens
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the front wants to know where its time goes."""
+        return self._track is not None
 
     @property
     def is_done(self) -> bool:
@@ -124,10 +140,19 @@ class FakeTokenStream:
             reason = FinishReason.STOP
         if reason is not None:
             self._open.discard(choice)
+        if self._track is not None:
+            self._note(self._track.choices[choice], position, reason)
         sequence_id = SequenceId(self._request_id, choice)
         scores = self._prompt_logprobs() if (choice, position) == (0, 0) else None
         token = EmittedToken(sequence_id, position, token_id, self._logprobs(token_id), scores)
         return TokensDelivered(choice, (token,), reason)
+
+    def _note(self, track: ChoiceTrack, position: int, reason: FinishReason | None) -> None:
+        """A service says when tokens came; workers that would say more there are none."""
+        now_s = time.monotonic()
+        track.arrive(_TRIP.decode, position, 1, now_s)
+        if reason is not None:
+            track.end("finished", position + 1, now_s)
 
     def _scripted(self, choice: int) -> tuple[int, ...]:
         return self.script.tokens[choice % len(self.script.tokens)] or self.request.prompt_ids
@@ -157,13 +182,13 @@ class FakeGenerationService:
         self.submitted = asyncio.Event()
         self.counters = Counters()
 
-    def submit(self, request: GenerateRequest) -> FakeTokenStream:
+    def submit(self, request: GenerateRequest, track: RequestTrack | None = None) -> FakeTokenStream:
         if all(status.model != request.model for status in self.statuses):
             raise ModelNotFound(f"the model {request.model!r} has no workers", param="model")
         script = self.script_for(request)
         if script.refusal is not None:
             raise script.refusal
-        stream = FakeTokenStream(RequestId(Incarnation(0xFA4E), len(self.streams)), request, script)
+        stream = FakeTokenStream(RequestId(Incarnation(0xFA4E), len(self.streams)), request, script, track)
         self.streams.append(stream)
         self.submitted.set()
         return stream

@@ -43,6 +43,7 @@ from disagg.protocol.messages import (
 from disagg.protocol.pairing import pairing_failure
 from disagg.scheduler import events
 from disagg.scheduler.config import SchedulerConfig
+from disagg.telemetry.track import RequestTrack
 from disagg.testing.virtual_time import Chances, Timing, VirtualTime
 from disagg.testing.virtual_worker import VirtualWorker
 
@@ -263,9 +264,9 @@ class VirtualCluster:
 
     # --- router ------------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest) -> RequestId:
+    def submit(self, request: GenerateRequest, track: RequestTrack | None = None) -> RequestId:
         """Raises what Dispatcher.submit raises."""
-        request_id, actions = self.dispatcher.submit(request, self.time.now_s)
+        request_id, actions = self.dispatcher.submit(request, self.time.now_s, track)
         self.answers[request_id] = Answer(request)
         self._act(actions)
         return request_id

@@ -144,6 +144,8 @@ def test_every_router_field_survives_the_command_line(launched: Launched, monkey
         tls_key="/key.pem",
         cors_origins=("https://a.example", "https://b.example"),
         decision_log="/tmp/decisions.jsonl",
+        keep_timelines=7,
+        otel=True,
         tool_parser=ToolParser.LLAMA3,
         reasoning_parser=ReasoningParser.THINK,
     )

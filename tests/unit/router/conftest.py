@@ -16,6 +16,7 @@ from disagg.router.access import Access
 from disagg.router.app import create_app
 from disagg.router.body import BodyLimits
 from disagg.router.text import ModelText
+from disagg.router.timing import Timing
 from disagg.testing.generation import FakeGenerationService, Script, ScriptFor, ready
 from disagg.testing.tokenizer_files import write_tiny_tokenizer
 
@@ -60,6 +61,7 @@ async def make_site(
         access: Access | None = None,
         cors_origins: Sequence[str] = (),
         models: Mapping[str, ModelText] | None = None,
+        timing: Timing | None = None,
     ) -> Site:
         service = FakeGenerationService(statuses, script_for)
         models = models or {"tiny": ModelText(tokenizer), "bare": ModelText(load_tokenizer(bare_folder))}
@@ -70,6 +72,7 @@ async def make_site(
             limits=limits,
             access=access,
             cors_origins=cors_origins,
+            timing=timing,
             clock=lambda: 1_700_000_000.0,
             draw_seed=lambda: 77,
         )

@@ -16,6 +16,8 @@ from disagg.router import answer_plan, app, openai_types, response_format
 from disagg.router.access import Access, AccessKey
 from disagg.router.description import WRITING, Endpoint, body_schema
 from disagg.router.tools import spec
+from disagg.telemetry.stages import Stage
+from disagg.telemetry.timeline import ChoiceTimeline
 from disagg.testing.generation import FakeGenerationService, ready
 
 ROOT = Path(__file__).parents[3]
@@ -25,6 +27,8 @@ WRONG: list[list[list[int]]] = [[[]]]  # of a type that no parameter has
 LOGPROBS = {"chat": "true", "completions": "2"}
 READS = re.compile(r'\.(?:text|boolean|integer|number|nested|array|required|refuse_unless|has)\(\s*"(\w+)"')
 FILES = (openai_types, answer_plan, response_format, spec)
+TOLD = set(ChoiceTimeline.__struct_fields__) - {"choice", "outcome", "stages", "num_output_tokens"}
+TOLD -= {"ttft_s", "first_gap_s", "total_s"}  # what the parts add up to
 INNER = {"include_usage", "continuous_usage_stats"}
 INNER |= {"role", "content", "name", "type", "text", "tool_calls", "reasoning_content"}  # of messages
 INNER |= {"json_schema", "schema", "strict", "function", "parameters", "description"}  # of formats and tools
@@ -155,6 +159,11 @@ def test_the_keys_file_of_the_page_is_one() -> None:
     assert block is not None
     named = set(re.findall(r"^(\w+) =", block.group(1), re.MULTILINE))
     assert named == {field.name for field in msgspec.structs.fields(AccessKey)}
+
+
+def test_every_stage_has_a_row_in_order() -> None:
+    assert [name for name, *_ in rows("Timeline")] == [stage.value for stage in Stage]
+    assert all(f"`{name}`" in PAGE for name in TOLD)
 
 
 def test_the_flags_are_there() -> None:

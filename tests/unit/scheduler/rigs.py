@@ -163,10 +163,17 @@ class Solo:
         return self.start_spec(spec, task)
 
     def start_spec(
-        self, spec: SequenceSpec, task: Task, *, attempt: int = 1, emitted: tuple[int, ...] = ()
+        self,
+        spec: SequenceSpec,
+        task: Task,
+        *,
+        attempt: int = 1,
+        emitted: tuple[int, ...] = (),
+        is_timed: bool = False,
     ) -> list[Action]:
-        peer = (None, None) if task is Task.WHOLE else (PEER, PEER_INCARNATION)
-        return self.handle(events.RouterMessageReceived(StartSequence(spec, task, attempt, emitted, *peer)))
+        peer, incarnation = (None, None) if task is Task.WHOLE else (PEER, PEER_INCARNATION)
+        message = StartSequence(spec, task, attempt, emitted, peer, incarnation, is_timed)
+        return self.handle(events.RouterMessageReceived(message))
 
     def abort(self, number: int, attempt: int = 1) -> list[Action]:
         message = AbortSequence(sequence_id(number), attempt, "the client has gone")

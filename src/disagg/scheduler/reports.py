@@ -1,0 +1,32 @@
+"""What the router is told of one sequence when this worker has read its prompt, and when its part has ended."""
+
+from disagg.protocol.messages import PromptReport, SequenceReport
+from disagg.scheduler.sequence import Sequence
+
+
+def prompt_report(sequence: Sequence, now_s: float) -> PromptReport:
+    """Its prompt is computed, and where KV goes to a peer all of it has been pushed."""
+    source = sequence.source
+    return PromptReport(
+        attempt_id=sequence.attempt_id,
+        num_cached_tokens=sequence.num_cached,
+        num_computed_tokens=sequence.num_to_read - sequence.num_cached,
+        handoff_bytes=source.pushed_bytes if source else 0,
+        hidden_bytes=source.hidden_bytes if source else 0,
+        hidden_s=source.pushing_s(now_s) if source else 0.0,
+    )
+
+
+def sequence_report(sequence: Sequence) -> SequenceReport:
+    """This worker's part has ended well."""
+    source = sequence.source
+    num_read = min(sequence.num_computed, sequence.num_to_read)
+    return SequenceReport(
+        sequence_id=sequence.sequence_id,
+        task=sequence.task,
+        finish_reason=sequence.finish_reason() if sequence.writes_answer else None,
+        num_computed_tokens=num_read - sequence.num_cached - sequence.num_received,
+        num_received_tokens=sequence.num_received,
+        handoff_bytes=source.acknowledged_bytes if source else 0,
+        hidden_bytes=source.hidden_bytes if source else 0,
+    )

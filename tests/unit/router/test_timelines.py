@@ -1,0 +1,128 @@
+"""Timelines as clients ask for them: in their answer, and afterwards."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.unit.router.site import MakeSite, Site
+from tests.unit.router.test_answers import chunks_of
+
+from disagg.core.errors import Unavailable
+from disagg.router.access import Access, AccessKey
+from disagg.router.timing import Timing
+from disagg.testing.generation import Script
+
+WANTED = {"X-Disagg-Timeline": "1"}
+WORDS = ((40, 41, 42, 43),)
+Post = Callable[..., Any]
+
+
+@pytest.fixture
+def keeping(make_site: MakeSite) -> Site:
+    return make_site(lambda request: Script(WORDS), timing=Timing(3, lambda: 1e9))
+
+
+async def ask(
+    site: Site, path: str = "/v1/completions", headers: dict[str, str] | None = None, **fields: object
+) -> Any:
+    body: dict[str, object] = {"model": "tiny", "prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}
+    return await site.client.post(path, json={**body, **fields}, headers=headers or {})
+
+
+def check(timeline: dict[str, Any], num_choices: int = 1) -> None:
+    assert (timeline["model"], len(timeline["choices"])) == ("tiny", num_choices)
+    for choice in timeline["choices"]:
+        stages = choice["stages"]
+        assert [stage["stage"] for stage in stages][:3] == ["receive", "router_queue", "tokenise"]
+        assert sum(stage["seconds"] for stage in stages) == pytest.approx(choice["total_s"], abs=1e-6)
+        ttft = sum(stage["seconds"] for stage in stages if stage["part"] == "ttft")
+        assert ttft == pytest.approx(choice["ttft_s"], abs=1e-6)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_whole_answer_shows_it_where_the_client_asks(make_site: MakeSite, path: str) -> None:
+    """Also on a server that keeps none."""
+    site = make_site(lambda request: Script(WORDS))
+    plain, shown = (await ask(site, path)).json(), (await ask(site, path, WANTED)).json()
+    assert "disagg" not in plain
+    (timeline,) = shown.pop("disagg")["timelines"]
+    check(timeline)
+    assert shown["id"].endswith(timeline["request_id"])
+    assert shown.keys() == plain.keys()
+    assert [stream.is_timed for stream in site.service.streams] == [False, True]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("has_usage", [False, True])
+async def test_a_stream_shows_it_in_its_last_chunk(keeping: Site, path: str, has_usage: bool) -> None:
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": has_usage}}
+    plain, shown = (
+        chunks_of(await ask(keeping, path, **options)),
+        chunks_of(await ask(keeping, path, WANTED, **options)),
+    )
+    assert not any("disagg" in chunk for chunk in [*plain, *shown[:-1]])
+    last = shown[-1]
+    assert (last["choices"], "usage" in last) == ([], has_usage)
+    (timeline,) = last["disagg"]["timelines"]
+    check(timeline)
+    (choice,) = timeline["choices"]
+    assert choice["first_gap_s"] is not None
+    assert {stage["stage"] for stage in choice["stages"] if stage["part"] == "ttft"} >= {"write"}
+    assert len(shown) == len(plain) + (not has_usage)
+
+
+async def test_each_prompt_has_a_timeline_and_each_choice_its_own_stages(keeping: Site) -> None:
+    answer = (await ask(keeping, headers=WANTED, prompt=["hi", "there"], n=2)).json()
+    first, second = answer["disagg"]["timelines"]
+    check(first, 2)
+    check(second, 2)
+    assert first["request_id"] != second["request_id"]
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "", "true"])
+async def test_a_header_that_makes_no_sense_is_refused(site: Site, value: str) -> None:
+    response = await ask(site, headers={"X-Disagg-Timeline": value})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "X-Disagg-Timeline"
+    assert (await ask(site, headers={"X-Disagg-Timeline": "0"})).status_code == 200
+
+
+async def test_the_last_ones_are_kept_for_later(keeping: Site) -> None:
+    ids = [(await ask(keeping, stream=False)).json()["id"] for _ in range(5)]
+    found = (await keeping.client.get("/timeline")).json()["timelines"]
+    assert [f"cmpl-{each['request_id']}" for each in found] == ids[:1:-1]
+    assert len((await keeping.client.get("/timeline?last=2")).json()["timelines"]) == 2
+    for name in (ids[-1], ids[-1].removeprefix("cmpl-")):
+        (one,) = (await keeping.client.get(f"/timeline/{name}")).json()["timelines"]
+        check(one)
+    gone = await keeping.client.get(f"/timeline/{ids[0]}")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "timeline_not_kept")
+
+
+@pytest.mark.parametrize("last", ["0", "-1", "1001", "x", "1e3", "9" * 5000])
+async def test_how_many_is_a_number_within_limits(keeping: Site, last: str) -> None:
+    response = await keeping.client.get(f"/timeline?last={last}")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "last")
+
+
+async def test_failures_and_clients_that_go_are_kept_too(make_site: MakeSite) -> None:
+    failure = Unavailable("no workers", retry_after_s=1.0)
+    site = make_site(lambda request: Script(WORDS, failure=failure, failure_after=2), timing=Timing(9, lambda: 1e9))
+    assert (await ask(site)).status_code == 503
+    await ask(site, stream=True)
+    refusing = make_site(lambda request: Script(refusal=failure), timing=Timing(9, lambda: 1e9))
+    assert (await ask(refusing)).status_code == 503
+    assert len((await site.client.get("/timeline")).json()["timelines"]) == 2
+    assert (await refusing.client.get("/timeline")).json()["timelines"] == []
+
+
+async def test_a_key_shows_its_own_requests_only(make_site: MakeSite) -> None:
+    keys = [AccessKey(key=f"sk-0123456-{name}", name=name) for name in "ab"]
+    site = make_site(lambda request: Script(WORDS), access=Access(keys), timing=Timing(9, lambda: 1e9))
+    one, other = ({"Authorization": f"Bearer {key.key}"} for key in keys)
+    answer = (await ask(site, headers=one)).json()
+    assert len((await site.client.get("/timeline", headers=one)).json()["timelines"]) == 1
+    assert (await site.client.get("/timeline", headers=other)).json()["timelines"] == []
+    assert (await site.client.get(f"/timeline/{answer['id']}", headers=one)).status_code == 200
+    assert (await site.client.get(f"/timeline/{answer['id']}", headers=other)).status_code == 404
+    assert (await site.client.get("/timeline")).status_code == 401
