@@ -170,48 +170,14 @@ HANDOFFS_OPEN = Metric("disagg_handoffs_open", _G, "hand-offs", "Hand-offs under
 LINK_BANDWIDTH = Metric(
     "disagg_link_bytes_per_second", _G, "bytes/s", "Learned from pushes to a peer; none before the first.", "peer"
 )
-
-# --- what a router says of each worker ---------------------------------------------------------------------------
-WORKER_UP = Metric("disagg_worker_up", _G, "workers", "1 while the worker is connected; no series afterwards.")
-WORKER_DRAINING = Metric("disagg_worker_draining", _G, "workers", "1 while it takes no new work and ends.")
-    "disagg_slow_links_total", _C, "links", "Links found far slower than they should be.", "transport", _TRANSPORTS
-)
-
-# --- gauges of workers -------------------------------------------------------------------------------------------
-BLOCKS = Metric("disagg_blocks", _G, "blocks", "KV blocks by state.", "state", _BLOCK_STATES)
-SEQUENCES_WAITING = Metric("disagg_sequences_waiting", _G, "sequences", "Sequences without blocks.")
-SEQUENCES_RUNNING = Metric("disagg_sequences_running", _G, "sequences", "Sequences with blocks.")
-SEQUENCES_DECODING = Metric("disagg_sequences_decoding", _G, "sequences", "Of those, streams that write an answer.")
-PROMPT_TOKENS_WAITING = Metric("disagg_prompt_tokens_waiting", _G, "tokens", "Prompt tokens not computed yet.")
-HANDOFFS_OPEN = Metric("disagg_handoffs_open", _G, "hand-offs", "Hand-offs under way, both ends.")
-LINK_BANDWIDTH = Metric(
-    "disagg_link_bytes_per_second", _G, "bytes/s", "Learned from pushes to a peer; none before the first.", "peer"
-)
-
-# --- what a router says of each worker ---------------------------------------------------------------------------
-WORKER_UP = Metric("disagg_worker_up", _G, "workers", "1 while the worker is connected; no series afterwards.")
-WORKER_DRAINING = Metric("disagg_worker_draining", _G, "workers", "1 while it takes no new work and ends.")
-    "disagg_slow_links_total", _C, "links", "Links found far slower than they should be.", "transport", _TRANSPORTS
-)
-
-# --- gauges of workers -------------------------------------------------------------------------------------------
-BLOCKS = Metric("disagg_blocks", _G, "blocks", "KV blocks by state.", "state", _BLOCK_STATES)
-SEQUENCES_WAITING = Metric("disagg_sequences_waiting", _G, "sequences", "Sequences without blocks.")
-SEQUENCES_RUNNING = Metric("disagg_sequences_running", _G, "sequences", "Sequences with blocks.")
-SEQUENCES_DECODING = Metric("disagg_sequences_decoding", _G, "sequences", "Of those, streams that write an answer.")
-PROMPT_TOKENS_WAITING = Metric("disagg_prompt_tokens_waiting", _G, "tokens", "Prompt tokens not computed yet.")
-HANDOFFS_OPEN = Metric("disagg_handoffs_open", _G, "hand-offs", "Hand-offs under way, both ends.")
-LINK_BANDWIDTH = Metric(
-    "disagg_link_bytes_per_second", _G, "bytes/s", "Learned from pushes to a peer; none before the first.", "peer"
-)
-
-# --- what a router says of each worker ---------------------------------------------------------------------------
-WORKER_UP = Metric("disagg_worker_up", _G, "workers", "1 while the worker is connected; no series afterwards.")
-WORKER_DRAINING = Metric("disagg_worker_draining", _G, "workers", "1 while it takes no new work and ends.")
 LINK_MEASURED = Metric(
     "disagg_link_measured_bytes_per_second", _G, "bytes/s", "Measured when two workers met; 0 where it was not.", "peer"
 )
 LINKS = Metric("disagg_links", _G, "links", "Paired peers, by what carries KV to them.", "transport", _TRANSPORTS)
+
+# --- what a router says of each worker ---------------------------------------------------------------------------
+WORKER_UP = Metric("disagg_worker_up", _G, "workers", "1 while the worker is connected; no series afterwards.")
+WORKER_DRAINING = Metric("disagg_worker_draining", _G, "workers", "1 while it takes no new work and ends.")
 
 # --- counted by the router ---------------------------------------------------------------------------------------
 REQUESTS = Metric(
