@@ -83,7 +83,7 @@ class Dispatcher:
         return len(self._requests)
 
     def open_requests(self) -> Iterable[OpenRequest]:
-        return self._requests.values()
+        return self._requests
 
     def open_request(self, request_id: RequestId) -> OpenRequest | None:
         return self._requests.get(request_id)

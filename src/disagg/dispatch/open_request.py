@@ -1,6 +1,6 @@
 """One client request while it is open: its choices, who works on each, and what became of them."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import msgspec
 
@@ -105,7 +105,7 @@ class Choice:
         if self.track is not None:
             self.track.leave(cause, now_s)
 
-    def take(self, tokens: Iterable[EmittedToken], worker_id: WorkerId, now_s: float) -> list[EmittedToken]:
+    def take(self, tokens: Sequence[EmittedToken], worker_id: WorkerId, now_s: float) -> list[EmittedToken]:
         """Those that are new and in order now."""
         fresh = self.entry.record_all(tokens)
         if fresh:

@@ -10,7 +10,7 @@ from disagg.dispatch.registry import Registry
 from disagg.dispatch.worker_record import WorkerRecord
 from disagg.policy.routing import FALLBACKS, Placement, PlacementReason
 from disagg.protocol.messages import EmitTokens, PromptReport, StageReport, StartSequence, WorkerCard
-from disagg.protocol.pairing import common_endpoints
+from disagg.protocol.pairing import common_kinds
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import MOVED_TOKENS
 from disagg.telemetry.track import Trip
@@ -34,11 +34,12 @@ def start_messages(registry: Registry, choice: Choice, now_s: float) -> list[tup
     placement, spec, attempt, emitted = _placement(choice), choice.entry.spec, choice.attempt, choice.emitted_ids
     is_timed = choice.track is not None
     decode = registry.known(placement.decode).card
-    prefill = None if placement.prefill is None else registry.known(placement.prefill).card
+    source = None if placement.prefill is None else registry.known(placement.prefill)
     if choice.track is not None:
-        choice.track.place(_trip(attempt, placement, decode, prefill), now_s)
-    if prefill is None:
+        choice.track.place(_trip(attempt, placement, decode, source), now_s)
+    if source is None:
         return [(decode.worker_id, StartSequence(spec, Task.WHOLE, attempt, emitted, is_timed=is_timed))]
+    prefill = source.card
     choice.read_by = prefill.worker_id
     return [
         (
@@ -49,9 +50,7 @@ def start_messages(registry: Registry, choice: Choice, now_s: float) -> list[tup
     ]
 
 
-def _trip(attempt: int, placement: Placement, decode: WorkerCard, prefill: WorkerCard | None) -> Trip:
-    """The transport is the one that both cards lead to: the workers choose by the same rule."""
-    endpoints = common_endpoints(prefill, decode) if prefill is not None else ()
+def _trip(attempt: int, placement: Placement, decode: WorkerCard, source: WorkerRecord | None) -> Trip:
     return Trip(
         attempt=attempt,
         path=placement.path.value,
@@ -59,8 +58,17 @@ def _trip(attempt: int, placement: Placement, decode: WorkerCard, prefill: Worke
         is_fallback=placement.reason in FALLBACKS,
         decode=placement.decode,
         prefill=placement.prefill,
-        transport=endpoints[0].kind.value if endpoints else "",
+        transport=_transport(source, decode) if source is not None else "",
     )
+
+
+def _transport(source: WorkerRecord, decode: WorkerCard) -> str:
+    """What the source says that it takes; before it has said so, what it must take, "" where there is a choice."""
+    for link in source.state.links:
+        if link.peer == decode.worker_id and link.transport:
+            return link.transport
+    kinds = common_kinds(source.card, decode)
+    return kinds[0].value if len(kinds) == 1 else ""
 
 
 def note_reports(

@@ -69,9 +69,9 @@ class Handoffs:
         state = self._state
         for handoff_id in state.leases.take_due(state.now_s):
             sequence = state.sequences[handoff_id]
-            end = leased_end(sequence)
-            if end is not None:
-                text = f"nothing was heard of hand-off {handoff_id} from {end.peer} for {state.config.lease_s} s"
+            leased = leased_end(sequence)
+            if leased is not None:
+                text = f"nothing was heard of hand-off {handoff_id} from {leased.peer} for {state.config.lease_s} s"
                 state.fail(sequence, Failure(FailureKind.LEASE_EXPIRED, text))
         if state.now_s < self._renew_at_s:
             return
