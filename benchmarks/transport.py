@@ -30,7 +30,6 @@ from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory, SealedBytesMemory
 from disagg.transport.api import Sender, TransportEvent, Write, WriteFinished
 from disagg.transport.capability import pairing_token
-from disagg.transport.native_runs import native_runs
 from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
 from disagg.transport.shared_memory_sender import SharedMemorySender
 from disagg.transport.sharing import SharingDomain, draw_domain, take_domain
@@ -306,7 +305,6 @@ def main() -> None:
         "seed": SEED,
         "commit": commit(),
         "repeats": args.repeats,
-        "compiled": native_runs() is not None,
     }
     print(", ".join(f"{name}: {value}" for name, value in facts.items()) + "; medians, interleaved, loopback")
     for shape, rates in result.items():

@@ -19,7 +19,7 @@ import msgspec
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
-from disagg.testing.memory import BytesMemory, SealedBytesMemory
+from disagg.testing.memory import SealedBytesMemory
 from disagg.transport.api import Post, Sender, TransportEvent, Write, WriteFinished
 from disagg.transport.link import Permitted
 from disagg.transport.shared_memory_connection import SharedMemoryConnection
@@ -106,7 +106,7 @@ def _call(stream: Stream, held: Callable[..., Any], *arguments: Any) -> Any:
     return held(stream, *arguments)
 
 
-def make_sender(kind: TransportKind, state: str, memory: BytesMemory, post: Post) -> Sender:
+def make_sender(kind: TransportKind, state: str, memory: SealedBytesMemory, post: Post) -> Sender:
     if kind is TransportKind.TCP:
         HeldStream(state).patch()
         return TcpSender(WRITER, WRITER_INCARNATION, memory, post)
@@ -121,10 +121,7 @@ def main(state: str, endpoint_text: str, incarnation: str, key: str, num_bytes: 
     endpoint = msgspec.msgpack.decode(bytes.fromhex(endpoint_text), type=Endpoint)
     size = int(num_bytes)
     events: queue.SimpleQueue[TransportEvent] = queue.SimpleQueue()
-    # Over tcp out of views: what compiled code does cannot be held in the middle.
-    make = BytesMemory if endpoint.kind is TransportKind.TCP else SealedBytesMemory
-    memory = make(data=BYTE * size)
-    sender = make_sender(endpoint.kind, state, memory, events.put)
+    sender = make_sender(endpoint.kind, state, SealedBytesMemory(data=BYTE * size), events.put)
     sender.connect(WorkerId("owner"), endpoint, Incarnation(int(incarnation)))
     whole = (Segment(0, size),)
     sender.write(Write(WorkerId("owner"), bytes.fromhex(key), 0, b"", whole, whole))

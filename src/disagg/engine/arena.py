@@ -3,8 +3,7 @@
 offset of a token = ((layer * 2 + kv) * num_blocks + block) * block_bytes + token * token_bytes
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -113,7 +112,7 @@ class KvArena:
         """Where bytes for these segments go. Raises InternalFault past the end."""
         self._check(segments)
         if self._view is not None:
-            return DirectLanding(partial(self.gather, segments))
+            return DirectLanding(self.gather(segments))
         return StagedLanding(
             self._host_buffers(segments), [self._bytes[offset : offset + length] for offset, length in segments]
         )
@@ -147,17 +146,14 @@ def _bytes_of(host: Tensor) -> memoryview:
 
 
 class DirectLanding:
-    """Bytes land in the arena itself. Nobody reads these blocks before they are complete.
+    """Bytes land in the arena itself. Nobody reads these blocks before they are complete."""
 
-    Views are made when they are asked for: who writes into the arena in another way needs none.
-    """
-
-    def __init__(self, gather: Callable[[], list[memoryview]]) -> None:
-        self._gather = gather
+    def __init__(self, buffers: list[memoryview]) -> None:
+        self._buffers = buffers
 
     @property
     def buffers(self) -> list[memoryview]:
-        return self._gather()
+        return self._buffers
 
     def commit(self) -> None:
         """The bytes are in place already."""

@@ -1,7 +1,6 @@
 """An arena of plain bytes: the simplest Memory."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from disagg.core.errors import InternalFault
 from disagg.engine.sealed_memory import SealedMemory
@@ -9,15 +8,15 @@ from disagg.kvcache.memory import Segment
 
 
 class BytesLanding:
-    """A direct landing: its buffers are the arena itself, made when they are asked for."""
+    """A direct landing: its buffers are the arena itself."""
 
-    def __init__(self, gather: Callable[[], list[memoryview]], on_commit: Callable[[], None]) -> None:
-        self._gather = gather
+    def __init__(self, buffers: list[memoryview], on_commit: Callable[[], None]) -> None:
+        self._buffers = buffers
         self._on_commit = on_commit
 
     @property
     def buffers(self) -> list[memoryview]:
-        return self._gather()
+        return self._buffers
 
     def commit(self) -> None:
         self._on_commit()
@@ -58,10 +57,10 @@ class BytesMemory:
         return [self._slice(segment) for segment in segments]
 
     def landing(self, segments: Sequence[Segment]) -> BytesLanding | StagedLanding:
-        """Where bytes for these segments go; who asks for its buffers is told of a segment outside the arena."""
-        if self._is_staged:
-            return StagedLanding(self.gather(segments), self._count_commit)
-        return BytesLanding(partial(self.gather, segments), self._count_commit)
+        """Where bytes for these segments go. Raises InternalFault for a segment outside the arena."""
+        targets = [self._slice(segment) for segment in segments]
+        kind = StagedLanding if self._is_staged else BytesLanding
+        return kind(targets, self._count_commit)
 
     def read(self, segments: Sequence[Segment]) -> bytes:
         """A copy of the segments' bytes, joined."""

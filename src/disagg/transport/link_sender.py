@@ -9,12 +9,11 @@ from zlib import crc32
 from disagg.core.endpoints import Endpoint
 from disagg.core.errors import InternalFault, PeerLost
 from disagg.core.ids import Incarnation, WorkerId
-from disagg.kvcache.memory import MappableMemory, Memory
+from disagg.kvcache.memory import Memory
 from disagg.transport.api import Post, Write, WriteFinished, WritesStopped
 from disagg.transport.deadlines import DeadlineWatch, join_all
 from disagg.transport.link import Link, Target
 from disagg.transport.outbox import Outbox
-from disagg.transport.runs import host_bytes
 from disagg.transport.segments import write_flaw
 from disagg.transport.wire import MAX_KEY_BYTES, MAX_TAG_BYTES
 
@@ -56,22 +55,9 @@ class StopCount:
 class LinkSender(ABC):
     """Writes out of `memory` into peers' grants. Threads start with the first write to a peer."""
 
-    def __init__(
-        self,
-        memory: Memory,
-        post: Post,
-        arena: MappableMemory | None,
-        *,
-        num_lanes: int,
-        close_timeout_s: float,
-        name: str,
-    ) -> None:
-        """`arena`: what the first bytes of `memory` are, where it is host memory; found out where it is not given.
-
-        `name` is of the thread that watches deadlines.
-        """
+    def __init__(self, memory: Memory, post: Post, *, num_lanes: int, close_timeout_s: float, name: str) -> None:
+        """`name` is of the thread that watches deadlines."""
         self._memory = memory
-        self._source = host_bytes(memory if arena is None else arena)
         self._num_lanes = num_lanes
         self._close_timeout_s = close_timeout_s
         self._outbox = Outbox(post)

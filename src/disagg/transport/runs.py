@@ -1,45 +1,41 @@
 """Copying and summing runs of bytes in mapped arenas, by calls that let other threads run.
 
-Where the compiled library is there, it copies and sums some MiB of runs per call, each piece while it is in cache.
-Elsewhere a run of at least LONG_RUN_BYTES is copied piece by piece, and shorter ones are taken together as rows of one
-table: so many bytes per call, however they are scattered, because each call that gives the interpreter away may have to
-wait long to get it back.
+A run of at least LONG_RUN_BYTES is copied piece by piece. Shorter ones are taken together as rows of one table: so many
+bytes per call, however they are scattered, because each call that gives the interpreter away may have to wait long to
+get it back.
 
     rows      the arena as a table whose row is the greatest size that all offsets and lengths are multiples of
     scratch   WINDOW_BYTES, in cache: rows are gathered into it, summed there, and scattered from it
 """
 
 import contextlib
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from disagg.core.errors import InternalFault
-from disagg.kvcache.memory import MappableMemory, Memory, Segment
-from disagg.transport.native_runs import MIN_BYTES, NativeSum, native_runs
-from disagg.transport.pieces import Bytes, Ints, Runs, paired, runs_of
-from disagg.transport.segments import copy_views
+from disagg.kvcache.memory import MappableMemory, Segment
+from disagg.transport.segments import copy_views, total_bytes
 
 WINDOW_BYTES = 256 << 10
 PROGRESS_BYTES = 2 << 20
 LONG_RUN_BYTES = 128 << 10  # above this xxhash and numpy let other threads run, and one call costs little
 MIN_ROW_BYTES = 1024  # smaller rows cost more per byte than runs taken one by one
 
+Bytes = npt.NDArray[np.uint8]
+_Ints = npt.NDArray[np.int64]
 
-def host_bytes(memory: Memory) -> Bytes | None:
-    """All bytes of an arena that lies in host memory, without mapping it once more; None for any other."""
-    if not isinstance(memory, MappableMemory) or memory.descriptor is None:
-        return None
+
+def whole_arena(memory: MappableMemory) -> Bytes:
+    """All bytes of an own arena, without mapping it once more."""
     (view,) = memory.gather((Segment(0, memory.num_bytes),))
     return np.frombuffer(view, np.uint8)
-
-
-def lie_within(segments: Sequence[Segment], arena: Bytes | None) -> bool:
-    """Whether these are bytes of the arena itself, and not what stands for something else behind its end."""
-    return arena is not None and all(offset < arena.nbytes for offset, _ in segments)
 
 
 class MappedArena:
@@ -64,6 +60,23 @@ class MappedArena:
             self._map.close()
 
 
+class _Pieces(msgspec.Struct, frozen=True):
+    """Runs of equal length in two arenas (or one), as arrays of offsets."""
+
+    source: _Ints
+    destination: _Ints
+    lengths: _Ints
+
+    @property
+    def row_bytes(self) -> int:
+        """Size of a row that divides every offset and length; 0 when the runs are better taken one by one."""
+        num_pieces = len(self.lengths)
+        if num_pieces < 2 or int(self.lengths.sum()) >= num_pieces * LONG_RUN_BYTES:
+            return 0
+        size = int(np.gcd.reduce(np.concatenate((self.source, self.destination, self.lengths))))
+        return size if MIN_ROW_BYTES <= size <= WINDOW_BYTES else 0
+
+
 def copy_runs(
     source: Bytes,
     source_runs: Sequence[Segment],
@@ -73,16 +86,11 @@ def copy_runs(
 ) -> int:
     """Copy runs of equal total, however each side is cut. Returns the XXH3 of the bytes in order.
 
-    `on_progress` is told, from time to time before the end, how many of the first bytes are in place. Raises
-    InternalFault for runs outside their arena.
+    `on_progress` is told, from time to time before the end, how many of the first bytes are in place.
     """
-    ours, theirs = paired(runs_of(source_runs).checked(source), runs_of(destination_runs).checked(destination))
-    native = native_runs()
-    if native is not None and ours.num_bytes >= MIN_BYTES:
-        return _copy_natively(native.begin(), source, ours, destination, theirs, on_progress)
     digest = xxhash.xxh3_64()
     num_bytes = told = 0
-    for window in _copy_windows(source, ours, destination, theirs):
+    for window in _copy_windows(source, destination, _paired(source_runs, destination_runs)):
         digest.update(window.data)
         if num_bytes - told >= PROGRESS_BYTES:  # of the windows before: this one need not be in place yet
             told = num_bytes
@@ -91,24 +99,11 @@ def copy_runs(
     return digest.intdigest()
 
 
-def _copy_natively(
-    digest: NativeSum, source: Bytes, ours: Runs, destination: Bytes, theirs: Runs, on_progress: Callable[[int], None]
-) -> int:
-    num_done, num_bytes = 0, ours.num_bytes
-    ours, theirs = ours.cut(PROGRESS_BYTES), theirs.cut(PROGRESS_BYTES)
-    for now, size in ours.groups(PROGRESS_BYTES):
-        digest.copy(source, ours.starts[now], destination, theirs.starts[now], ours.lengths[now])
-        num_done += size
-        if num_done < num_bytes:
-            on_progress(num_done)
-    return digest.end()
-
-
-def _copy_windows(source: Bytes, ours: Runs, destination: Bytes, theirs: Runs) -> Iterator[Bytes]:
+def _copy_windows(source: Bytes, destination: Bytes, pieces: _Pieces) -> Iterator[Bytes]:
     """Yields each window of bytes, in order, while it is in cache."""
-    if size := _row_bytes(ours, theirs):
+    if size := pieces.row_bytes:
         table, target = _table(source, size), _table(destination, size)
-        wanted, places = _rows(ours, size), _rows(theirs, size)
+        wanted, places = _rows(pieces.source, pieces.lengths, size), _rows(pieces.destination, pieces.lengths, size)
         per_window = WINDOW_BYTES // size
         scratch = np.empty((per_window, size), np.uint8)
         for at in range(0, len(wanted), per_window):
@@ -117,7 +112,7 @@ def _copy_windows(source: Bytes, ours: Runs, destination: Bytes, theirs: Runs) -
             yield window
             target[places[at : at + per_window]] = window
         return
-    for start, place, length in zip(ours.starts.tolist(), theirs.starts.tolist(), ours.lengths.tolist(), strict=True):
+    for start, place, length in zip(*_plain(pieces), strict=True):
         for at in range(0, length, WINDOW_BYTES):
             stop = min(at + WINDOW_BYTES, length)
             destination[place + at : place + stop] = source[start + at : start + stop]
@@ -137,17 +132,9 @@ def copy_buffers(views: Sequence[memoryview], destination: Bytes, runs: Sequence
 class RunSum:
     """The XXH3 of runs in order, as they lie; taken as far as they are in place already."""
 
-    def __init__(self, arena: Bytes, segments: Sequence[Segment]) -> None:
-        """Raises InternalFault for runs outside the arena."""
-        runs, native = runs_of(segments).checked(arena), native_runs()
-        self._finish: Callable[[], int]
-        self._windows: Iterator[int]
-        if native is not None and runs.num_bytes >= MIN_BYTES:
-            compiled = native.begin()
-            self._windows, self._finish = _sum_natively(compiled, arena, runs.cut(WINDOW_BYTES)), compiled.end
-        else:
-            digest = xxhash.xxh3_64()
-            self._windows, self._finish = _sum_windows(digest, arena, runs), digest.intdigest
+    def __init__(self, arena: Bytes, runs: Sequence[Segment]) -> None:
+        self._digest = xxhash.xxh3_64()
+        self._windows = self._sum_windows(arena, _paired(runs, runs))
         self._next_bytes = next(self._windows, 0)  # of the window to be summed next; 0 at the end
         self._num_bytes = 0
 
@@ -161,42 +148,55 @@ class RunSum:
         """All are in place."""
         while self._next_bytes:
             self.advance(self._num_bytes + self._next_bytes)
-        return self._finish()
+        return self._digest.intdigest()
+
+    def _sum_windows(self, arena: Bytes, pieces: _Pieces) -> Iterator[int]:
+        """Yields the size of each window before it is summed."""
+        if size := pieces.row_bytes:
+            table, wanted = _table(arena, size), _rows(pieces.source, pieces.lengths, size)
+            per_window = WINDOW_BYTES // size
+            scratch = np.empty((per_window, size), np.uint8)
+            for at in range(0, len(wanted), per_window):
+                window = scratch[: len(wanted) - at]
+                yield window.nbytes
+                np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
+                self._digest.update(window.data)
+            return
+        for start, _, length in zip(*_plain(pieces), strict=True):
+            for at in range(start, start + length, WINDOW_BYTES):
+                window = arena[at : min(at + WINDOW_BYTES, start + length)]
+                yield window.nbytes
+                self._digest.update(window.data)
 
 
-def _sum_natively(digest: NativeSum, arena: Bytes, runs: Runs) -> Iterator[int]:
-    """Yields the size of each window before it is summed."""
-    for now, size in runs.groups(WINDOW_BYTES):
-        yield size
-        digest.add(arena, runs.starts[now], runs.lengths[now])
+def _paired(source: Sequence[Segment], destination: Sequence[Segment]) -> _Pieces:
+    """Cut both sides wherever one is cut."""
+    if total_bytes(source) != total_bytes(destination):
+        raise InternalFault(f"{total_bytes(source)} bytes for runs of {total_bytes(destination)}; they must be equal")
+    ours, theirs = _columns(source), _columns(destination)
+    if np.array_equal(ours[:, 1], theirs[:, 1]):
+        return _Pieces(ours[:, 0], theirs[:, 0], ours[:, 1])
+    # Positions in the byte stream where some run starts, on either side.
+    starts, their_starts = (np.cumsum(side[:, 1]) - side[:, 1] for side in (ours, theirs))
+    total = int(ours[:, 1].sum())
+    edges = np.union1d(starts, their_starts)
+    edges = edges[edges < total]
+    lengths = np.diff(edges, append=total)
+    return _Pieces(_offsets(ours, starts, edges), _offsets(theirs, their_starts, edges), lengths)
 
 
-def _sum_windows(digest: xxhash.xxh3_64, arena: Bytes, runs: Runs) -> Iterator[int]:
-    """The same without compiled code."""
-    if size := _row_bytes(runs, runs):
-        table, wanted = _table(arena, size), _rows(runs, size)
-        per_window = WINDOW_BYTES // size
-        scratch = np.empty((per_window, size), np.uint8)
-        for at in range(0, len(wanted), per_window):
-            window = scratch[: len(wanted) - at]
-            yield window.nbytes
-            np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
-            digest.update(window.data)
-        return
-    for start, length in zip(runs.starts.tolist(), runs.lengths.tolist(), strict=True):
-        for at in range(start, start + length, WINDOW_BYTES):
-            window = arena[at : min(at + WINDOW_BYTES, start + length)]
-            yield window.nbytes
-            digest.update(window.data)
+def _offsets(columns: _Ints, starts: _Ints, edges: _Ints) -> _Ints:
+    """Where in the arena each position of the byte stream lies."""
+    run = np.searchsorted(starts, edges, side="right") - 1
+    found: _Ints = columns[run, 0] + edges - starts[run]
+    return found
 
 
-def _row_bytes(ours: Runs, theirs: Runs) -> int:
-    """Size of a row that divides every offset and length; 0 when the runs are better taken one by one."""
-    num_runs = len(ours.lengths)
-    if num_runs < 2 or ours.num_bytes >= num_runs * LONG_RUN_BYTES:
-        return 0
-    size = int(np.gcd.reduce(np.concatenate((ours.starts, theirs.starts, ours.lengths))))
-    return size if MIN_ROW_BYTES <= size <= WINDOW_BYTES else 0
+def _columns(runs: Sequence[Segment]) -> _Ints:
+    """[number of non-empty runs, 2]: offset, length."""
+    flat = np.fromiter(itertools.chain.from_iterable(runs), np.int64, 2 * len(runs))
+    columns = flat.reshape(-1, 2)
+    return columns[columns[:, 1] > 0]
 
 
 def _table(arena: Bytes, size: int) -> Bytes:
@@ -204,8 +204,12 @@ def _table(arena: Bytes, size: int) -> Bytes:
     return arena[: len(arena) // size * size].reshape(-1, size)
 
 
-def _rows(runs: Runs, size: int) -> Ints:
+def _rows(offsets: _Ints, lengths: _Ints, size: int) -> _Ints:
     """Indices of all rows of the runs, in order."""
-    counts = runs.lengths // size
+    counts = lengths // size
     before = np.cumsum(counts) - counts
-    return np.repeat(runs.starts // size - before, counts) + np.arange(int(counts.sum()))
+    return np.repeat(offsets // size - before, counts) + np.arange(int(counts.sum()))
+
+
+def _plain(pieces: _Pieces) -> tuple[list[int], list[int], list[int]]:
+    return pieces.source.tolist(), pieces.destination.tolist(), pieces.lengths.tolist()

@@ -94,6 +94,18 @@ def write_flaw(source: Sequence[Segment], destination: Sequence[Segment], arena_
     return None
 
 
+def grouped(segments: Sequence[Segment], *, max_bytes: int, max_segments: int) -> Iterator[Sequence[Segment]]:
+    """Cut a list of segments, in order, into lists of at most so many, about max_bytes together. Cuts no segment."""
+    at = 0
+    while at < len(segments):
+        stop, num_bytes = at, 0
+        while stop < len(segments) and stop - at < max_segments and num_bytes < max_bytes:
+            num_bytes += segments[stop][1]
+            stop += 1
+        yield segments[at:stop]
+        at = stop
+
+
 def batches(views: Sequence[memoryview], *, max_bytes: int, max_views: int) -> Iterator[list[memoryview]]:
     """Cut byte views, in order, into lists of at most `max_views` views and `max_bytes` bytes. Copies nothing.
 

@@ -17,8 +17,7 @@ from disagg.core.errors import InternalFault, PeerFault, PeerLost, ProtocolViola
 from disagg.kvcache.memory import Memory
 from disagg.transport.link import Answered, Connection, Permitted
 from disagg.transport.local_stream import LocalStream, abstract_address, peer_pid
-from disagg.transport.pieces import Bytes
-from disagg.transport.runs import MappedArena, copy_buffers, copy_runs, lie_within
+from disagg.transport.runs import Bytes, MappedArena, copy_buffers, copy_runs
 from disagg.transport.shared_memory_wire import (
     Admission,
     Answer,
@@ -84,7 +83,7 @@ class SharedMemoryConnection(Connection):
         def tell(num_bytes: int) -> None:
             self.say(Progress(ticket.number, num_bytes))
 
-        if source is not None and lie_within(write.source, source):
+        if source is not None and all(offset < source.nbytes for offset, _ in write.source):
             return copy_runs(source, write.source, self._arena.bytes, write.destination, tell)
         views = self._memory.gather(write.source)
         if sum(view.nbytes for view in views) != ticket.num_bytes:

@@ -35,7 +35,7 @@ from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.grants import Arrival, GrantTable, Refused, Visit
 from disagg.transport.local_stream import abstract_address
 from disagg.transport.outbox import Outbox
-from disagg.transport.runs import RunSum, host_bytes
+from disagg.transport.runs import RunSum, whole_arena
 from disagg.transport.shared_memory_probe import answer_probe
 from disagg.transport.shared_memory_wire import (
     Admission,
@@ -82,12 +82,11 @@ class SharedMemoryReceiver:
         end_writer: EndWriter = end_process,
     ) -> None:
         """Listen under a name (drawn if none is given). Raises InternalFault for memory that cannot be mapped."""
-        arena = host_bytes(memory)
-        if memory.descriptor is None or arena is None:
+        if memory.descriptor is None:
             raise InternalFault("this arena cannot be mapped by others; offer it over tcp alone")
         self._memory = memory
         self._descriptor = memory.descriptor
-        self._arena = arena
+        self._arena = whole_arena(memory)
         self._incarnation = incarnation
         self._domain = domain
         self._fence_timeout_s = fence_timeout_s

@@ -1,19 +1,15 @@
 """A blocking TCP connection that scatters and gathers straight from and into views of an arena."""
 
 import contextlib
-import errno
-import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import xxhash
 
-from disagg.core.errors import InternalFault, PeerLost
-from disagg.transport.native_runs import PEER_CLOSED, NativeRuns, NativeSum, native_runs
-from disagg.transport.pieces import Bytes, Runs
+from disagg.core.errors import PeerLost
 from disagg.transport.segments import advance, batches
 from disagg.transport.wire import PREFIX_BYTES, Body, Item, Prefix, decode_prefix, encode
 
@@ -65,56 +61,21 @@ class Stream:
         except OSError as error:
             raise PeerLost(f"the connection broke while sending: {error}") from error
 
-    def send_frame(self, head: bytes, views: Sequence[memoryview], seed: int | None) -> int:
+    def send_frame(self, head: bytes, groups: Iterable[Sequence[memoryview]], seed: int | None) -> int:
         """Send an encoded header and its payload; the trailer must follow by send_trailer().
 
-        Returns the payload's XXH3 under `seed`; with None nothing is summed and 0 returned. Raises PeerLost.
+        The header goes out at once: the receiver prepares while the first group is made. Returns the payload's XXH3
+        under `seed`; with None nothing is summed and 0 returned. Raises PeerLost, and what making a group raises.
         """
-        self._send_all([memoryview(head)], _MSG_MORE)
+        self._send_all([memoryview(head)], 0)
         digest = None if seed is None else xxhash.xxh3_64(seed=seed)
-        for batch in batches(views, max_bytes=BATCH_BYTES, max_views=MAX_VIEWS):
-            if digest is not None:
-                for view in batch:
-                    digest.update(view)
-            self._send_all(batch, _MSG_MORE)
+        for views in groups:
+            for batch in batches(views, max_bytes=BATCH_BYTES, max_views=MAX_VIEWS):
+                if digest is not None:
+                    for view in batch:
+                        digest.update(view)
+                self._send_all(batch, _MSG_MORE)
         return digest.intdigest() if digest is not None else 0
-
-    @property
-    def moves_runs(self) -> bool:
-        """Whether send_runs() and receive_runs() work here: by compiled code, with no object per run."""
-        return native_runs() is not None
-
-    def send_runs(self, head: bytes, arena: Bytes, runs: Runs, seed: int | None) -> int:
-        """As send_frame(), out of runs that lie in the arena, MIN_BYTES together at least."""
-        self._send_all([memoryview(head)], _MSG_MORE)
-        native, digest = self._native(seed)
-        runs = runs.cut(BATCH_BYTES)
-        for now, _ in runs.groups(BATCH_BYTES, MAX_VIEWS):
-            self._check_open()
-            sock = self._sock.fileno()
-            result = native.send(sock, digest, arena, runs.starts[now], runs.lengths[now], _MSG_MORE)
-            if result == -errno.EAGAIN:
-                raise PeerLost(f"the peer took no byte for {self._stall_timeout_s} s")
-            if result:
-                raise PeerLost(f"the connection broke while sending: {os.strerror(-result)}")
-            self.touch()
-        return digest.end() if digest is not None else 0
-
-    def receive_runs(self, arena: Bytes, runs: Runs, seed: int | None) -> int:
-        """As receive_into(), into runs that lie in the arena, MIN_BYTES together at least."""
-        native, digest = self._native(seed)
-        runs = runs.cut(BATCH_BYTES)
-        for now, _ in runs.groups(BATCH_BYTES, MAX_VIEWS):
-            self._check_open()
-            result = native.receive(self._sock.fileno(), digest, arena, runs.starts[now], runs.lengths[now])
-            if result == PEER_CLOSED:
-                raise PeerLost("the peer closed the connection")
-            if result == -errno.EAGAIN:
-                raise PeerLost(f"the peer sent no byte for {self._stall_timeout_s} s where one was due")
-            if result:
-                raise PeerLost(f"the connection broke while receiving: {os.strerror(-result)}")
-            self.touch()
-        return digest.end() if digest is not None else 0
 
     def send_trailer(self, trailer: bytes) -> None:
         """End a frame. Raises PeerLost."""
@@ -179,20 +140,10 @@ class Stream:
             self._is_shut = self._is_closed = True
             self._sock.close()
 
-    def _native(self, seed: int | None) -> tuple[NativeRuns, NativeSum | None]:
-        native = native_runs()
-        if native is None:
-            raise InternalFault("runs are moved by compiled code only; look at moves_runs first")
-        return native, None if seed is None else native.begin(seed)
-
-    def _check_open(self) -> None:
-        # Bytes already in the kernel can still be read after shutdown: look before each call.
-        if self._is_shut:
-            raise PeerLost("the connection was shut on this side")
-
     def _send_all(self, views: Sequence[memoryview], flags: int) -> None:
         while views:
-            self._check_open()
+            if self._is_shut:
+                raise PeerLost("the connection was shut on this side")
             try:
                 sent = self._sock.sendmsg(views, (), flags)
             except BlockingIOError as error:
@@ -205,7 +156,9 @@ class Stream:
     def _fill(self, views: list[memoryview], may_be_silent: Callable[[], bool] = lambda: False) -> None:
         num_calls = 0
         while views:
-            self._check_open()
+            # Bytes already in the kernel can still be read after shutdown: look before each call.
+            if self._is_shut:
+                raise PeerLost("the connection was shut on this side")
             try:
                 received = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError as error:

@@ -2,7 +2,8 @@
 
 import ssl
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -12,10 +13,8 @@ from disagg.transport.api import Write
 from disagg.transport.capability import frame_proof, grant_name
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.link import Answered, Connection, Target
-from disagg.transport.native_runs import MIN_BYTES
-from disagg.transport.pieces import Bytes, runs_of
-from disagg.transport.runs import lie_within
-from disagg.transport.stream import Stream
+from disagg.transport.segments import grouped
+from disagg.transport.stream import BATCH_BYTES, MAX_VIEWS, Stream
 from disagg.transport.tcp_dial import Introduction, introduce, open_stream
 from disagg.transport.wire import Ack, FrameHeader, Item, checksum_of, decode_body, encode, encode_trailer
 from disagg.transport.write_queue import Ticket
@@ -37,12 +36,10 @@ class TcpSenderConfig(msgspec.Struct, frozen=True):
 class TcpConnection(Connection):
     """One lane's connection."""
 
-    def __init__(self, stream: Stream, memory: Memory, arena: Bytes | None, *, checksums: bool) -> None:
-        """`arena`: the first bytes of `memory`, where they lie in host memory."""
+    def __init__(self, stream: Stream, memory: Memory, *, checksums: bool) -> None:
         super().__init__()
         self._stream = stream
         self._memory = memory
-        self._arena = arena
         self._checksums = checksums
         self._nonce = b""  # once welcomed
         self._is_late = False
@@ -64,26 +61,29 @@ class TcpConnection(Connection):
     def move(self, ticket: Ticket) -> None:
         write, stream = ticket.write, self._stream
         stream.touch()
-        send = self._payload(ticket)
+        groups = self._gathered(ticket)
+        first = next(groups, [])  # before anything goes out: what the memory refuses fails this write alone
         head = self._head(write, ticket.num_bytes)
         self._sent.append(ticket)
         try:
-            stream.send_trailer(encode_trailer(send(head, checksum_of(head) if self._checksums else None)))
+            checksum = stream.send_frame(head, chain((first,), groups), checksum_of(head) if self._checksums else None)
+            stream.send_trailer(encode_trailer(checksum))
         except PeerLost:
             raise
         except Exception as error:  # bytes that cannot be summed or sent: half a frame is out, so the connection ends
             raise PeerLost(f"the bytes of write {write.number} cannot be sent: {error}") from error
 
-    def _payload(self, ticket: Ticket) -> Callable[[bytes, int | None], int]:
-        """How the payload goes out behind a header. Raises what the memory raises."""
-        source, arena, stream = ticket.write.source, self._arena, self._stream
-        if arena is not None and stream.moves_runs and ticket.num_bytes >= MIN_BYTES and lie_within(source, arena):
-            runs = runs_of(source).checked(arena)
-            return lambda head, seed: stream.send_runs(head, arena, runs, seed)
-        views = self._memory.gather(source)
-        if sum(view.nbytes for view in views) != ticket.num_bytes:
+    def _gathered(self, ticket: Ticket) -> Iterator[Sequence[memoryview]]:
+        """The payload, some segments at a time: the receiver is at work while the others are gathered."""
+        num_bytes = 0
+        for segments in grouped(ticket.write.source, max_bytes=BATCH_BYTES, max_segments=MAX_VIEWS):
+            views = self._memory.gather(segments)
+            num_bytes += sum(view.nbytes for view in views)
+            if num_bytes > ticket.num_bytes:
+                break
+            yield views
+        if num_bytes != ticket.num_bytes:
             raise InternalFault(f"memory gathered other than the {ticket.num_bytes} bytes that were asked for")
-        return lambda head, seed: stream.send_frame(head, views, seed)
 
     def _head(self, write: Write, num_bytes: int) -> bytes:
         proof = frame_proof(write.key, self._nonce, write.number)
@@ -122,7 +122,6 @@ def open_tcp(
     who: Introduction,
     lane: int,
     memory: Memory,
-    arena: Bytes | None,
     config: TcpSenderConfig,
     watch: DeadlineWatch,
     tls: ssl.SSLContext | None,
@@ -134,7 +133,7 @@ def open_tcp(
         stall_timeout_s=config.stall_timeout_s,
         tls=tls,
     )
-    connection = TcpConnection(stream, memory, arena, checksums=config.checksums)
+    connection = TcpConnection(stream, memory, checksums=config.checksums)
     register(connection)
     watch.after(config.connect_timeout_s, connection.give_up)
     connection.introduce(who, target.endpoint.token, lane)

@@ -20,7 +20,7 @@ class Frames:
         self._number += 1
         whole, rest = divmod(num_bytes, len(_CHUNK))
         head = encode(Item.FRAME, FrameHeader(PROBE, number, b"", (), num_bytes, NO_PROOF))
-        stream.send_frame(head, [*[_CHUNK] * whole, _CHUNK[:rest]], None)
+        stream.send_frame(head, ([*[_CHUNK] * whole, _CHUNK[:rest]],), None)
         stream.send_trailer(encode_trailer(0))
         prefix = stream.receive_prefix(Item.ACK)
         ack = decode_body(stream.receive_bytes(prefix.num_bytes), prefix, Ack)

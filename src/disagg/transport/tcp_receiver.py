@@ -42,10 +42,7 @@ from disagg.transport.capability import (
 )
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.grants import AlreadyLanded, Arrival, GrantTable, Refused, Visit
-from disagg.transport.native_runs import MIN_BYTES
 from disagg.transport.outbox import Outbox
-from disagg.transport.pieces import runs_of
-from disagg.transport.runs import host_bytes
 from disagg.transport.stream import Stream
 from disagg.transport.tls_stream import TlsRefused, TlsStream
 from disagg.transport.wire import (
@@ -122,7 +119,6 @@ class TcpReceiver:
         secret: behind the tokens of endpoint_for(); drawn here where none is given. tls: for the accepting end.
         """
         self._memory = memory
-        self._arena = host_bytes(memory)  # where a landing is the arena itself
         self._incarnation = incarnation
         self._checksums = checksums
         self._fence_timeout_s = fence_timeout_s
@@ -328,11 +324,7 @@ class TcpReceiver:
 
         def arrive() -> Arrival:
             landing = self._memory.landing(header.destination)
-            seed, arena, segments = head_checksum if self._checksums else None, self._arena, header.destination
-            if arena is not None and stream.moves_runs and header.num_bytes >= MIN_BYTES:
-                found = stream.receive_runs(arena, runs_of(segments).checked(arena), seed)
-            else:
-                found = stream.receive_into(landing.buffers, seed)
+            found = stream.receive_into(landing.buffers, head_checksum if self._checksums else None)
             return Arrival(landing, found, decode_trailer(stream.receive_bytes(TRAILER_BYTES)))
 
         return self._grants.settle(visit, arrive)

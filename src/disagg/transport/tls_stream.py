@@ -42,10 +42,6 @@ class TlsStream(Stream):
         self._turn = threading.Lock()  # of OpenSSL's connection, which is for one thread at a time
         self._scratch = memoryview(bytearray(RECEIVE_BYTES))
 
-    @property
-    def moves_runs(self) -> bool:
-        return False  # bytes are sealed on their way
-
     def handshake(self) -> None:
         """Exchange certificates. Whoever calls bounds the time, by shut(). Raises PeerLost."""
         try:
@@ -72,7 +68,8 @@ class TlsStream(Stream):
 
     def _fill(self, views: list[memoryview], may_be_silent: Callable[[], bool] = lambda: False) -> None:
         while views:
-            self._check_open()
+            if self._is_shut:
+                raise PeerLost("the connection was shut on this side")
             received = self._try(partial(self._open_into, views[0]), "receiving")
             if received is None:
                 self._receive_some(may_be_silent)
@@ -106,7 +103,8 @@ class TlsStream(Stream):
     def _receive_some(self, may_be_silent: Callable[[], bool]) -> None:
         """Whatever the peer has sent, at least one byte."""
         while True:
-            self._check_open()
+            if self._is_shut:
+                raise PeerLost("the connection was shut on this side")
             try:
                 received = self._sock.recv_into(self._scratch)
             except BlockingIOError as error:

@@ -12,7 +12,6 @@ from tests.unit.transport.rigs import InProcessRig, Rig, SharedMemoryRig, TcpRig
 
 from disagg.channel.keys import Keys, load_keys
 from disagg.cluster.authority import make_keys
-from disagg.transport import stream
 
 
 def shared_pages() -> tuple[int, int, int]:
@@ -49,15 +48,10 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     return made
 
 
-@pytest.fixture(params=["tcp", "tcp, not compiled", "tls", "two lanes", "shared_memory", "in_process"])
-def rig(
-    request: pytest.FixtureRequest, keys: Keys, nothing_left_behind: None, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Rig]:
-    if "not compiled" in request.param:
-        monkeypatch.setattr(stream, "native_runs", lambda: None)
+@pytest.fixture(params=["tcp", "tls", "two lanes", "shared_memory", "in_process"])
+def rig(request: pytest.FixtureRequest, keys: Keys, nothing_left_behind: None) -> Iterator[Rig]:
     make: dict[str, Callable[[], object]] = {
         "tcp": TcpRig,
-        "tcp, not compiled": TcpRig,
         "tls": lambda: TcpRig(keys.dialling, keys.accepting),
         "two lanes": lambda: TcpRig(num_lanes=2),
         "shared_memory": SharedMemoryRig,

@@ -96,7 +96,7 @@ def open_descriptors() -> set[str]:
     return found
 
 
-class GatedMemory(SealedBytesMemory):
+class GatedMemory(BytesMemory):
     """Its landings can be made to wait, as a slow copy would."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -266,7 +266,6 @@ class LinkRig(ABC):
             sender.close()
         self.receiver.close()
         self.relay.close()
-        vars(self).clear()  # the arenas are given back, which is checked next
 
 
 class TcpRig(LinkRig):
@@ -285,7 +284,7 @@ class TcpRig(LinkRig):
         self.num_lanes = num_lanes
         self.is_encrypted = client_tls is not None
         self.client_tls, self.server_tls = client_tls, server_tls
-        self.source = SealedBytesMemory(data=pattern(ARENA_BYTES))
+        self.source = BytesMemory(data=pattern(ARENA_BYTES))
         self.gated = GatedMemory(ARENA_BYTES)
         self.target = self.gated
         super().__init__()
@@ -356,9 +355,9 @@ class SharedMemoryRig(LinkRig):
         self.relay.wait_held()
 
     def close(self) -> None:
-        ended = self.ended
         super().close()
-        assert not ended
+        assert not self.ended
+        vars(self).clear()  # the arenas are given back, which is checked next
 
 
 class InProcessRig:
@@ -416,7 +415,6 @@ class InProcessRig:
         self.sender.close()
         self.receiver.close()
         self.network.close()
-        vars(self).clear()
 
     def _once(self, fault: Fault) -> None:
         faults = [fault]

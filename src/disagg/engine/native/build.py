@@ -27,7 +27,6 @@ OBJECTS = {
     "avx512.o": ("kernels.cpp", (*AVX512, "-DDISAGG_ISA=avx512")),
     "amx.o": ("amx.cpp", (*AMX, "-DDISAGG_ISA=amx_lanes")),
     "amx_split.o": ("amx_split.cpp", AMX),
-    "runs.o": ("runs.cpp", AVX2),
     "dispatch.o": ("dispatch.cpp", ()),
 }
 TIMEOUT_S = 300.0
@@ -63,12 +62,6 @@ def build(folder: Path | None = None) -> Path:
     except OSError as error:
         raise BuildError(f"{folder} cannot be written: {error.strerror or error}") from error
     return library
-
-
-def compiled(folder: Path | None = None) -> Path | None:
-    """The library where it is made already; nothing is compiled."""
-    library = (folder or cache_folder()) / f"kernels-{_fingerprint()}.so"
-    return library if library.is_file() else None
 
 
 def _fingerprint() -> str:

@@ -43,12 +43,6 @@ int disagg_choose_isa(int wanted) {
 
 int disagg_isa() { return isa; }
 
-// Whether the functions of runs.cpp can be called here.
-int disagg_has_runs() {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") != 0;
-}
-
 void disagg_set_num_threads(int wanted) { num_threads = wanted; }
 
 // is_split: by parts in tiles, which level AMX_BF16 alone can do.
