@@ -63,7 +63,7 @@ def running(peer: RouterPeer, python: Path, worker_port: int, request: bytes) ->
             wait_until(lambda: _answers(port, request), START_TIMEOUT_S, f"{peer.name} to answer")
         except InternalFault as error:
             raise Unavailable(f"{error}: {' / '.join(process.lines[-3:])}") from None
-        yield RunningRouter(tuple(process.family()), port)
+        yield RunningRouter(tuple(_family(process.pid)), port)
 
 
 def python_for(peer: RouterPeer) -> Path:
@@ -83,3 +83,9 @@ def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
     return port
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that it started. Its environment does not tell them: some write their title over it."""
+    lists = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [pid, *(each for children in lists for child in children for each in _family(int(child)))]

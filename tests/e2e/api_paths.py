@@ -49,8 +49,9 @@ class Reply(NamedTuple):
 class Paths:
     """The three deployments of one model."""
 
-    def __init__(self, fronts: Mapping[str, Front]) -> None:
+    def __init__(self, fronts: Mapping[str, Front], serves: Mapping[str, Serve]) -> None:
         self.fronts = fronts
+        self.serves = serves
 
     def post(self, body: Mapping[str, Any], path: str = "/v1/completions") -> Reply:
         """Along every path; the answers must be equal."""
@@ -80,11 +81,11 @@ def completion(prompt: object, **more: Any) -> Json:
 def all_paths(model: Path, *more: str) -> Iterator[Paths]:
     """Every deployment, ready, with `more` said to each of them; gone afterwards."""
     with ExitStack() as stack:
-        fronts = {}
+        fronts, serves = {}, {}
         for name, pools in PATHS.items():
-            serve = stack.enter_context(Serve((str(model), *pools, *SMALL, *more)))
-            fronts[name] = stack.enter_context(Front(serve.url))
-        yield Paths(fronts)
+            serves[name] = stack.enter_context(Serve((str(model), *pools, *SMALL, *more)))
+            fronts[name] = stack.enter_context(Front(serves[name].url))
+        yield Paths(fronts, serves)
 
 
 def _reply(response: httpx.Response) -> Reply:

@@ -16,11 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.e2e.api_paths import MODEL, PATHS, Json, Paths, all_paths, completion
-from tests.e2e.cluster import FAST_BEATS, SMALL, Front
+from tests.e2e.cluster import FAST_BEATS
 from tests.e2e.test_aborts import SEED, draw, live_all
 
 from disagg.testing.model_files import write_tiny_llama
-from disagg.testing.processes import Serve
 
 pytestmark = pytest.mark.timeout(300)
 MAX_OPEN = 24
@@ -93,20 +92,22 @@ def test_case_45_many_at_once_of_whom_many_go_leave_nothing_and_spoil_no_answer(
     assert NUM_AT_ONCE_AND_GONE // 5 < whole < NUM_AT_ONCE_AND_GONE
 
 
-def test_case_32_a_failure_after_the_first_byte_is_an_event_and_no_done(model: Path) -> None:
+def test_case_32_a_failure_after_the_first_byte_is_an_event_and_no_done(paths: Paths) -> None:
     """The router is told to end in the middle: a client can tell it from an answer that was complete."""
     errors: dict[str, Json] = {}
-    for name, pools in PATHS.items():
+    for name, front in paths.fronts.items():
         lines: list[str] = []
-        with Serve((str(model), *pools, *SMALL, *FAST_BEATS)) as serve, Front(serve.url) as front:
-            asked = completion(PROMPT, max_tokens=3500, stream=True)
-            with front.client.stream("POST", "/v1/completions", json=asked) as got:
-                for line in got.iter_lines():
-                    lines += [line] if line else []
-                    if len(lines) == 5 and line:
-                        serve.kill("router", signal.SIGTERM)
+        asked = completion(PROMPT, max_tokens=3500, stream=True)
+        with front.client.stream("POST", "/v1/completions", json=asked) as got:
+            for line in got.iter_lines():
+                lines += [line] if line else []
+                if len(lines) == 5 and line:
+                    paths.serves[name].kill("router", signal.SIGTERM)
         assert "data: [DONE]" not in lines
         assert all("error" not in json.loads(line.removeprefix("data: ")) for line in lines[:-1])
         errors[name] = json.loads(lines[-1].removeprefix("data: "))["error"]
     assert errors["mixed"]["code"] == "service_unavailable"
     assert all(error == errors["mixed"] for error in errors.values())
+    for serve in paths.serves.values():
+        serve.wait_healthy()
+    assert paths.complete(PROMPT).status == httpx.codes.OK

@@ -1,4 +1,7 @@
-"""Identifiers. An id is never reused; an incarnation is drawn afresh at every process start."""
+"""Identifiers. An id is never reused; an incarnation is drawn afresh at every process start.
+
+Every token carries some: they hold nothing that could lead back to them, so the garbage collector need not know them.
+"""
 
 from typing import NewType
 
@@ -26,7 +29,7 @@ def worker_of(name: WorkerId) -> WorkerId:
     return WorkerId(name.partition(RANK_MARK)[0])
 
 
-class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True):
+class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True, gc=False):
     """One client request: the n-th one of one router incarnation."""
 
     router: Incarnation
@@ -36,7 +39,7 @@ class RequestId(msgspec.Struct, frozen=True, array_like=True, order=True, cache_
         return f"{self.router:x}-{self.number}"
 
 
-class SequenceId(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True):
+class SequenceId(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True, gc=False):
     """One choice of a request. A sequence is token ids + sampling parameters + KV."""
 
     request_id: RequestId
@@ -46,7 +49,7 @@ class SequenceId(msgspec.Struct, frozen=True, array_like=True, order=True, cache
         return f"{self.request_id}.{self.choice}"
 
 
-class HandoffId(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True):
+class HandoffId(msgspec.Struct, frozen=True, array_like=True, order=True, cache_hash=True, gc=False):
     """The n-th attempt to move one sequence's KV."""
 
     sequence_id: SequenceId
