@@ -11,6 +11,7 @@ so they need no exporter, no clock that agrees with others', and no trace contex
 """
 
 import itertools
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 from opentelemetry.context import Context
@@ -34,10 +35,9 @@ class TraceExport:
 
     def __init__(self, processor: SpanProcessor) -> None:
         resource = Resource.create({SERVICE_VERSION: __version__})
-        if resource.attributes.get(SERVICE_NAME, "").__str__().startswith("unknown_service"):
+        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # nobody has named it
             resource = resource.merge(Resource({SERVICE_NAME: "disagg"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._processor = processor
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("disagg", __version__)
         self._propagator = TraceContextTextMapPropagator()
@@ -48,9 +48,10 @@ class TraceExport:
             self._request(endpoint, timeline, parent)
 
     def close(self) -> None:
-        """Send what waits, for a short time. Blocking."""
-        self._processor.force_flush(int(STOP_TIMEOUT_S * 1000))
-        self._provider.shutdown()
+        """Send what waits. Blocking, for STOP_TIMEOUT_S at most: the library goes on trying while nobody answers."""
+        stopping = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
+        stopping.start()
+        stopping.join(STOP_TIMEOUT_S)
 
     def _request(self, endpoint: str, timeline: RequestTimeline, parent: Context) -> None:
         start_s = timeline.received_at

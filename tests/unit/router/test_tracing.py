@@ -1,6 +1,7 @@
 """Spans made of timelines, as the library's own in-memory exporter gets them."""
 
 import ast
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +135,30 @@ def test_the_library_is_known_in_one_place() -> None:
             if any(name.split(".")[0] == "opentelemetry" for name in names):
                 knowing.append(path.relative_to(SOURCES))
     assert set(knowing) == {Path("router/tracing.py")}
+
+
+def test_a_collector_that_does_not_answer_delays_the_end_by_no_more_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from disagg.router import tracing
+
+    free, begun = threading.Event(), threading.Event()
+
+    class Stuck(export.SimpleSpanProcessor):  # type: ignore[misc,name-defined]
+        def shutdown(self) -> None:
+            begun.set()
+            assert free.wait(30.0)
+
+    monkeypatch.setattr(tracing, "STOP_TIMEOUT_S", 0.02)
+    tracing.TraceExport(Stuck(memory.InMemorySpanExporter())).close()
+    assert begun.is_set()
+    free.set()
+    for thread in threading.enumerate():
+        if thread.name == "traces":
+            thread.join(30.0)
+            assert not thread.is_alive()
+
+
+def test_the_operators_name_for_the_service_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+    collected = Collected()
+    collected.send(timeline())
+    assert {span.resource.attributes["service.name"] for span in collected.spans} == {"ours"}
