@@ -12,6 +12,7 @@ Router and client have no core of their own: what they take of the workers' core
 """
 
 import argparse
+import math
 import os
 import resource
 import sys
@@ -79,7 +80,9 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> float:
-        return self.simulated / self.live - 1 if self.live else float("nan")
+        if not self.live:
+            return math.inf if self.simulated else 0.0
+        return self.simulated / self.live - 1
 
 
 class Compared(msgspec.Struct, frozen=True):

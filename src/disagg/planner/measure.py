@@ -102,10 +102,12 @@ class Bench:
         """Up from a rate that holds, down from one that does not, then between the two.
 
         num_extra more runs are made while either a rate that holds or one that does not is still to be found. Once it
-        is over no run begins but the first.
+        is over no run begins but the first. No rate is tried at which a run of so many requests would show nothing.
         """
         points: list[Point] = []
-        rate, holds, fails = guess_per_s, 0.0, 0.0
+        slo = self.target.slo
+        rate = min(guess_per_s, self._shown_per_s(num_requests, slo.ttft_s, slo.tpot_s))
+        holds = fails = 0.0
         while len(points) < num_runs or (len(points) < num_runs + num_extra and not (holds and fails)):
             point = self.run(candidate, rate, num_requests)
             points.append(point)
@@ -118,10 +120,17 @@ class Bench:
             if holds and fails:
                 rate = (holds * fails) ** 0.5 if fails > holds else holds
             elif holds:
-                rate = holds * STEP ** len(points)
+                rate = min(holds * STEP ** len(points), self._shown_per_s(num_requests, point.ttft_s, point.tpot_s))
+                if rate <= holds:
+                    break
             else:
                 rate = fails * min(1 / STEP, max(STEEPEST, point.attainment / self.target.share))
         return Trial(candidate, num_requests, tuple(points), goodput_of(points, self.target.share))
+
+    def _shown_per_s(self, num_requests: int, ttft_s: float, tpot_s: float) -> float:
+        """Above this rate all requests of a run come before the first answers end: streams do not add up as they would
+        under a load that lasts."""
+        return num_requests / (ttft_s + self.traffic.mean_output * tpot_s)
 
 
 def goodput_of(points: list[Point], share: float) -> float:

@@ -8,8 +8,9 @@ from disagg.bench.workload import ClosedWork, Lengths, RandomWork, WorkRequest
 
 
 def loop(num_clients: int, num_requests: int, prompt: int) -> ClosedWork:
-    lengths = {"prompt": Lengths(prompt), "output": Lengths(3)}
-    return ClosedWork(RandomWork(num_requests=num_requests, arrivals=EvenArrivals(1.0), **lengths), num_clients)
+    arrivals = EvenArrivals(1.0)
+    work = RandomWork(num_requests=num_requests, arrivals=arrivals, prompt=Lengths(prompt), output=Lengths(3))
+    return ClosedWork(work, num_clients)
 
 
 def play(work: BesideWork) -> list[WorkRequest]:
