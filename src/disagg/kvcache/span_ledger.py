@@ -73,9 +73,9 @@ class SpanLedger:
         wanted = self.wanted
         if wanted.is_empty:
             return wanted.num_layers
-        for index, ranges in enumerate(self._ranges):
+        for row, ranges in zip(self._starts, self._ranges, strict=True):
             if _contiguous_until(ranges, wanted.token_start) < wanted.token_stop:
-                return index // self._num_groups
+                return row // self._num_groups
         return wanted.num_layers
 
     def num_missing(self) -> int:
@@ -84,8 +84,8 @@ class SpanLedger:
         if wanted.is_empty:
             return 0
         here = sum(
-            max(0, min(high, wanted.token_stop) - max(low, wanted.token_start))
-            for ranges in self._ranges
+            (stop_row - row) * max(0, min(high, wanted.token_stop) - max(low, wanted.token_start))
+            for (row, stop_row), ranges in zip(pairwise([*self._starts, self._num_rows]), self._ranges, strict=True)
             for low, high in ranges
         )
         return wanted.num_tokens * wanted.num_layers - here // self._num_groups
