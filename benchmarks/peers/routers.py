@@ -54,7 +54,7 @@ def running(peer: RouterPeer, python: Path, worker_port: int, request: bytes) ->
     """
     port, metrics_port = _free_port(), _free_port()
     where = ("--host", "127.0.0.1", "--port", str(port), "--worker-urls", f"http://127.0.0.1:{worker_port}")
-    how = ("--policy", "round_robin", "--worker-startup-check-interval", "1", "--log-level", "warning")
+    how = ("--policy", "round_robin", "--worker-startup-check-interval", "1", "--log-level", "error")
     beside = ("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port))
     quiet = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     arguments = ("-m", peer.module, *where, *how, *beside)

@@ -49,7 +49,7 @@ class Reply(NamedTuple):
 class Paths:
     """The three deployments of one model."""
 
-    def __init__(self, fronts: Mapping[str, Front], serves: Mapping[str, Serve]) -> None:
+    def __init__(self, fronts: Mapping[str, Front], serves: Mapping[str, Serve] = {}) -> None:
         self.fronts = fronts
         self.serves = serves
 
