@@ -154,9 +154,10 @@ def _plan_row(row: PlanRow, is_best: bool) -> tuple[str, ...]:
 def _against_mixed(plan: Plan) -> list[str]:
     if plan.mixed is None or plan.split is None:
         return [f"  there is no {'mixed' if plan.mixed is None else 'split'} candidate that carries anything"]
-    mixed, split = plan.mixed.trial.goodput_per_s, plan.split.trial.goodput_per_s
+    # The two use as many GPUs as pays for each: only what one GPU carries is on equal hardware.
+    mixed, split = plan.mixed.goodput_per_gpu, plan.split.goodput_per_gpu
     gain = split / mixed if mixed else math.inf
-    return [f"  split over mixed, the best of each: {_ratio(gain)} ({split:.3g} to {mixed:.3g} requests/s)"]
+    return [f"  split over mixed, the best of each: {_ratio(gain)} per GPU ({split:.3g} to {mixed:.3g} requests/s)"]
 
 
 def _partition_note(candidate: Candidate) -> list[str]:

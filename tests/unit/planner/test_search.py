@@ -159,6 +159,17 @@ def test_goodput_lies_between_the_rates_that_were_tried() -> None:
     assert goodput_of([point(4, 0.8), point(2, 1.0)], 0.9) == pytest.approx(3.0)
 
 
+def test_no_rate_is_tried_at_which_all_requests_come_before_the_first_answers_end() -> None:
+    """Long answers and few requests: every rate would hold."""
+    target = Target(Slo(5.0, 0.05))
+    search = Search(rigs.fleet(1), rigs.traffic(prompt=50.0, output=400.0), target, effort=rigs.QUICK)
+    pool = PoolPlan(Role.MIXED, 1, Cut("H100-SXM", 1), 2048, max_running=256)
+    trial = search.bench.goodput(Candidate((pool,)), 1000.0, num_requests=60, num_runs=4)
+    fastest_s = min(point.tpot_s for point in trial.points) * search.traffic.mean_output
+    assert all(point.attainment == 1.0 for point in trial.points)
+    assert 0 < trial.goodput_per_s <= 60 / fastest_s
+
+
 def test_what_does_not_fit_is_said_in_gigabytes() -> None:
     with pytest.raises(ConfigurationError, match=r"Llama-3.1-405B .* \d+\.\d GB too much"):
         Search(rigs.fleet(4, model="Llama-3.1-405B"), TRAFFIC, Target(Slo()))

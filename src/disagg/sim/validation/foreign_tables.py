@@ -55,15 +55,15 @@ class SiliconGroup(NamedTuple):
     prompt: int
     answer: int
 
-    def worker(self) -> RooflineModel:
-        """TensorRT-LLM's FP8 checkpoints keep KV in FP8; the others keep it in 16 bits unless told."""
+    def worker(self, kv: Precision | None = None) -> RooflineModel:
+        """TensorRT-LLM's FP8 checkpoints keep KV in FP8; the others keep it in 16 bits unless told, as by `kv`."""
         is_narrow = self.backend == "trtllm" and self.weights is not Precision.BF16
         return RooflineModel(
             catalogue.model_shape(self.model),
             catalogue.accelerator(self.device),
             tp=self.tp,
             weights=self.weights,
-            kv=Precision.FP8 if is_narrow else Precision.BF16,
+            kv=kv or (Precision.FP8 if is_narrow else Precision.BF16),
             # SGLang's own cost is in no calibrating set.
             overhead=catalogue.engine("trtllm" if self.backend == "trtllm" else "vllm"),
         )

@@ -139,6 +139,6 @@ def test_closed_loops_reach_the_simulator_as_such() -> None:
         pytest.skip(reason)
     seen: list[Scenario] = []
     values = scenario_cases.llama_ttft(falls_at(1.0, seen))
-    assert set(values) == {f"TTFT {name}, held-back points" for name in ("vllm", "trtllm", scenario_cases.WAITING)}
+    assert set(values) == {f"TTFT {name}, held-back points" for name in ("vllm", "trtllm")}
     assert {len(each) for each in values.values()} == {1}
     assert all(scenario.load.concurrency > 0 and scenario.load.rate_rps == 0 for scenario in seen)
