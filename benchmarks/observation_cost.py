@@ -125,7 +125,7 @@ class Load:
 
     def __init__(self, client: HttpClient) -> None:
         self.num_failed = 0
-        self._client = client
+        self.client = client  # whose headers every request carries
         self._body = msgspec.json.encode(
             {"model": MODEL, "prompt": [3, 4, 5], "max_tokens": ANSWER_TOKENS, "ignore_eos": True, "stream": True}
         )
@@ -147,7 +147,7 @@ class Load:
 
     async def _ask(self) -> None:
         try:
-            self.num_failed += await self._client.post("/v1/completions", self._body, lambda now_s, data: None) != 200
+            self.num_failed += await self.client.post("/v1/completions", self._body, lambda now_s, data: None) != 200
         except OSError:
             self.num_failed += 1
 
@@ -208,8 +208,9 @@ class Top:
 class Watched:
     """What the sides have to do with."""
 
-    def __init__(self, router_pid: int, client: HttpClient, top: Top) -> None:
+    def __init__(self, router_pid: int, client: HttpClient, load: Load, top: Top) -> None:
         self.router_pid = router_pid
+        self.load = load  # a side may ask for more with each request
         self.client = client
         self.top = top
 
@@ -232,7 +233,7 @@ class Watched:
         return cpu_s(self.router_pid) + cpu_s(self.top.pid)
 
 
-# A side is what happens during its window, of so many seconds.
+# A side is what happens during its window, of so many seconds. Another way of watching is one more of them.
 Side = Callable[[Watched, float], Awaitable[None]]
 NOBODY = "nobody looks"
 SIDES: dict[str, Side] = {
@@ -295,12 +296,12 @@ async def measure(args: argparse.Namespace, folder: Path, router: MarkedProcess)
     fleet.start()
     async with HttpClient(url) as client:
         with watching(url) as top:
-            watched = Watched(router.pid, client, top)
+            load = Load(client)
+            watched = Watched(router.pid, client, load, top)
             await top.wait_drawn()
             top.pause()
             await asyncio.sleep(2 * REPORT_S)
             parts = await apart(watched)
-            load = Load(client)
             loading = asyncio.create_task(load.run())
             await asyncio.sleep(1.0)
             before = cpu_use()

@@ -1,5 +1,6 @@
 """When the tokens of one request were sent: what its histograms are told."""
 
+from disagg.core.errors import InternalFault
 from disagg.policy.routing import Path
 from disagg.router.metrics import RouterMetrics
 from disagg.telemetry.metrics import E2E_SECONDS, ITL_SECONDS, TPOT_SECONDS, TTFT_SECONDS
@@ -49,3 +50,10 @@ class StreamTimes:
         if self._num_open == 0:
             last_s = max((each.last_s for each in self._choices if each.num_tokens), default=self._start_s)
             self._metrics.observe(E2E_SECONDS, self._path, last_s - self._start_s)
+
+    def check_invariants(self) -> None:
+        num_open = sum(not each.is_over for each in self._choices)
+        if num_open != self._num_open:
+            raise InternalFault(f"{num_open} answers are open, {self._num_open} are counted so")
+        if any(each.first_s > each.last_s or (each.num_tokens == 0) != (each.last_s == 0) for each in self._choices):
+            raise InternalFault("an answer's tokens do not fit their times")

@@ -18,6 +18,7 @@ class Clocked:
 
     def told(self, metric: Metric) -> tuple[float, float]:
         """(how often, sum in seconds)."""
+        self.times.check_invariants()
         families = text_string_to_metric_families(self.metrics.text().decode())
         samples = [s for family in families for s in family.samples if s.labels.get("path") == "remote"]
         by_name = {sample.name: sample.value for sample in samples}
