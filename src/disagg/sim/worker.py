@@ -182,8 +182,9 @@ class SimWorker:
             self._begin_stretch(plan, num_alike)
             return
         self._around.note_step(self, plan)
-        num_layers = self.card.layout.num_layers
-        duration_s = self._steps.step_s(shape_of(plan)) * num_layers_of(plan, num_layers) / num_layers
+        num_layers, duration_s = self.card.layout.num_layers, self._steps.step_s(shape_of(plan))
+        if plan.layers is not None:
+            duration_s *= (plan.layers.stop - plan.layers.start) / num_layers
         if self._is_small and plan.report_every:
             for layers in range(plan.report_every, num_layers, plan.report_every):
                 layers_computed = events.LayersComputed(plan.step_id, layers)
@@ -302,11 +303,6 @@ class SimWorker:
 
     def _end_write(self, handoff_id: HandoffId, number: int, failure: str | None) -> None:
         self.handle(events.WriteFinished(handoff_id, number, failure))
-
-
-def num_layers_of(plan: StepPlan, num_layers: int) -> int:
-    """How many of so many layers a plan runs."""
-    return num_layers if plan.layers is None else plan.layers.stop - plan.layers.start
 
 
 def shape_of(plan: StepPlan) -> StepShape:
