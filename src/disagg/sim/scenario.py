@@ -7,7 +7,7 @@ import msgspec
 from disagg.bench.slo import Slo as Slo
 from disagg.bench.workload import Workload
 from disagg.core.errors import ConfigurationError
-from disagg.core.roles import HandoffMode, Role
+from disagg.core.roles import HandoffMode, PartialStart, Role
 from disagg.core.spans import KvLayout
 from disagg.policy.recovery import RecoveryLimits
 from disagg.sim.hardware.serving import Contention
@@ -61,6 +61,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 256
     answer_headroom: int = 64
     handoff_mode: HandoffMode = HandoffMode.LAYERWISE
+    partial_start: PartialStart = PartialStart.AUTO
     min_push_bytes: int = 2 * MIB
     lease_s: float = 30.0
     nic: Link = Link()

@@ -194,8 +194,9 @@ class SimWorker:
         shape = shape_of(plan)
         if shape.prefill:
             self._around.note_step(self, plan)
-        num_layers = self.card.layout.num_layers
-        duration_s = self._steps.step_s(shape) * num_layers_of(plan, num_layers) / num_layers
+        duration_s = self._steps.step_s(shape)
+        if plan.layers is not None:
+            duration_s *= (plan.layers.stop - plan.layers.start) / self.card.layout.num_layers
         marks = self._layer_marks(plan, duration_s)
         if self._machine is not None:
             marks.append((duration_s, partial(self._finish_now, plan)))
@@ -331,11 +332,6 @@ class SimWorker:
 
     def _end_write(self, handoff_id: HandoffId, number: int, failure: str | None) -> None:
         self.handle(events.WriteFinished(handoff_id, number, failure))
-
-
-def num_layers_of(plan: StepPlan, num_layers: int) -> int:
-    """How many of so many layers a plan runs."""
-    return num_layers if plan.layers is None else plan.layers.stop - plan.layers.start
 
 
 def shape_of(plan: StepPlan) -> StepShape:
