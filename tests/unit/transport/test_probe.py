@@ -22,7 +22,7 @@ class Link:
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, link: Link, budget_s: float = 0.05) -> probe.Measured:
-    monkeypatch.setattr(probe.time, "perf_counter", lambda: link.now_s)
+    monkeypatch.setattr("disagg.transport.probe.time.perf_counter", lambda: link.now_s)
     return measure(link.exchange, 4 << 20, budget_s)
 
 
