@@ -47,7 +47,7 @@ class Survey:
     def __init__(
         self, courier: Courier, counters: Counters, *, probe_s: float, link_gbits: float, is_encrypted: bool
     ) -> None:
-        """probe_s: for all kinds and both directions of one pair; 0: nothing is measured. link_gbits: as in WorkerConfig."""
+        """probe_s: for all kinds and both directions of one pair; 0: not measured. link_gbits: as in WorkerConfig."""
         self._courier = courier
         self._counters = counters
         self._probe_s = probe_s
