@@ -9,6 +9,7 @@ NUM_PINGS = 3
 MIN_ROUND_TRIPS = 16  # a connection over a long way takes some of them to get as fast as its link
 GROWTH = 4
 FIRST_BYTES = 128 << 10
+LEAST_SHARE = 0.25  # of an exchange that is for its bytes: a latency that was badly measured must not hide them
 
 Exchange = Callable[[int], None]
 
@@ -27,12 +28,14 @@ def measure(exchange: Exchange, max_bytes: int, budget_s: float) -> Measured:
     """
     latency_s = min(_time(exchange, 0) for _ in range(NUM_PINGS))
     num_bytes, left_s = FIRST_BYTES, max(budget_s, MIN_ROUND_TRIPS * latency_s)
-    rates: list[float] = []
+    taken: list[tuple[int, float]] = []
     while True:
         elapsed_s = _time(exchange, num_bytes)
         left_s -= elapsed_s
-        rates.append(num_bytes / max(elapsed_s - latency_s, 1e-6))
+        latency_s = min(latency_s, elapsed_s)
+        taken.append((num_bytes, elapsed_s))
         if left_s < elapsed_s:
+            rates = [size / max(time_s - latency_s, LEAST_SHARE * time_s) for size, time_s in taken]
             # The best of them: whatever else runs on the two machines can only slow one down. But not the first, where
             # there are more: a link that was idle lets some bytes through faster than it can go on.
             return Measured(max(rates[1:] or rates), latency_s)

@@ -107,12 +107,20 @@ class Stream:
                     digest.update(view)
         return digest.intdigest() if digest is not None else 0
 
-    def drain(self, num_bytes: int) -> None:
-        """Throw away so many bytes through a buffer of at most BATCH_BYTES. Raises PeerLost."""
+    def drain(self, num_bytes: int, seed: int | None = None) -> int:
+        """Throw away so many bytes through a buffer of at most BATCH_BYTES.
+
+        Returns their XXH3 under `seed` (0 with None). Raises PeerLost.
+        """
+        digest = None if seed is None else xxhash.xxh3_64(seed=seed)
         scratch = memoryview(bytearray(min(num_bytes, BATCH_BYTES)))
         while num_bytes > 0:
-            self._fill([scratch[:num_bytes]])
-            num_bytes -= min(num_bytes, scratch.nbytes)
+            part = scratch[:num_bytes]
+            self._fill([part])
+            if digest is not None:
+                digest.update(part)
+            num_bytes -= part.nbytes
+        return digest.intdigest() if digest is not None else 0
 
     def idle_s(self) -> float:
         """Seconds since a byte moved."""

@@ -289,14 +289,17 @@ class TcpReceiver:
         prefix = stream.receive_prefix(Item.FRAME, lambda: True)  # idle connections stay open
         header = decode_body(stream.receive_bytes(prefix.num_bytes), prefix, FrameHeader)
         entry = self._enter(connection, sender, header)
+        seed = prefix.checksum if self._checksums else None
         if isinstance(entry, Visit):
-            failure = self._land(stream, header, prefix.checksum, entry)
+            failure = self._land(stream, header, seed, entry)
         else:
             failure = entry.reason if isinstance(entry, Refused) else None
             limit = MAX_PROBE_BYTES if header.name == PROBE else self._memory.num_bytes
             if header.num_bytes > limit:
                 raise ProtocolViolation(f"payload of {header.num_bytes} bytes, the limit is {limit}")
-            stream.drain(header.num_bytes + TRAILER_BYTES)
+            # Bytes that measure are summed like others, so that kinds can be compared; nobody looks at the sum.
+            stream.drain(header.num_bytes, seed if entry is None else None)
+            stream.drain(TRAILER_BYTES)
         stream.send_item(Item.ACK, Ack(header.name, header.number, None if failure is None else clip(failure)))
 
     def _enter(
@@ -319,12 +322,12 @@ class TcpReceiver:
             self.refused.add(Refusal.NO_GRANT)
         return entry
 
-    def _land(self, stream: Stream, header: FrameHeader, head_checksum: int, visit: Visit) -> str | None:
+    def _land(self, stream: Stream, header: FrameHeader, seed: int | None, visit: Visit) -> str | None:
         """Receive one granted payload. Returns why it did not land, or None."""
 
         def arrive() -> Arrival:
             landing = self._memory.landing(header.destination)
-            found = stream.receive_into(landing.buffers, head_checksum if self._checksums else None)
+            found = stream.receive_into(landing.buffers, seed)
             return Arrival(landing, found, decode_trailer(stream.receive_bytes(TRAILER_BYTES)))
 
         return self._grants.settle(visit, arrive)

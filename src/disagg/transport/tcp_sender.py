@@ -46,7 +46,7 @@ class TcpSender(LinkSender):
         try:
             self._begin_measuring(stream, limit_s + budget_s)
             introduce(stream, self._introduction(incarnation), endpoint.token, PROBE_LANE)
-            return measure(Frames(stream).exchange, MAX_PROBE_BYTES, budget_s)
+            return measure(Frames(stream, checksums=self._config.checksums).exchange, MAX_PROBE_BYTES, budget_s)
         finally:
             self._end_measuring(stream)
             stream.close()

@@ -17,7 +17,7 @@ from disagg.protocol.messages import HostLimits
 LOOPBACK_GBITS = 4.0  # two processes of one machine, through its kernel
 LEAST_SHARE = 0.1  # of what a link should give; less is worth a warning
 BYTES_PER_GBIT = 125e6
-COPY_BYTES = 4 << 20
+COPY_BYTES = 2 << 20
 NUM_COPIES = 4
 
 _SHARED_MEMORY = "/dev/shm"

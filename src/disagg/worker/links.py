@@ -222,21 +222,21 @@ class PeerLinks:
             await channel.close()
             return
         failure = pairing_failure(request.card, self.card)
-        mine = self.card if failure is not None else self._worker.courier.card_for(self.card, request.card)
-        channel.send(AnswerPairing(mine, failure))
         if failure is not None:
+            channel.send(AnswerPairing(self.card, failure))
             _log.warning("%s", failure.message)
             self._worker.scheduler.counters.add(PAIRINGS_REFUSED)
             await channel.close()
             return
         try:
-            way = await self._survey.choose(request.card)  # its messages wait
+            way = await self._survey.choose(request.card)  # before the answer: whoever has it may send us work at once
         except BaseException:
             await channel.close()
             raise
         if self._is_closed:
             await channel.close()
             return
+        channel.send(AnswerPairing(self._worker.courier.card_for(self.card, request.card), None))
         self._attach(request.card, channel, way)
 
     async def _answer_examination(self, channel: Channel[WorkerToWorker]) -> None:

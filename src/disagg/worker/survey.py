@@ -22,7 +22,7 @@ from disagg.worker.examination import BYTES_PER_GBIT, copied_bytes_per_s, expect
 
 _log = logging.getLogger(__name__)
 
-CHOICE_TIMEOUT_S = 1.0  # for all kinds of one peer, which is on this machine; the peer waits meanwhile
+CHOICE_TIMEOUT_S = 0.5  # for all kinds of one peer, which is on this machine; the peer waits meanwhile
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class Survey:
     def __init__(
         self, courier: Courier, counters: Counters, *, probe_s: float, link_gbits: float, is_encrypted: bool
     ) -> None:
-        """probe_s: for all kinds of one peer together; 0: nothing is measured. link_gbits: as in WorkerConfig."""
+        """probe_s: for all kinds and both directions of one pair; 0: not measured. link_gbits: as in WorkerConfig."""
         self._courier = courier
         self._counters = counters
         self._probe_s = probe_s
@@ -68,7 +68,7 @@ class Survey:
         else:
             try:
                 async with self._one_at_a_time, asyncio.timeout(CHOICE_TIMEOUT_S):
-                    rates = await self._rates(card, kinds)
+                    rates = await self._rates(card, kinds, self._probe_s / 2)  # the peer measures in the other half
             except TimeoutError:
                 failure = f"not measured within {CHOICE_TIMEOUT_S:g} s"
                 rates = tuple(TransportRate(kind, failure=failure) for kind in kinds)
@@ -79,11 +79,13 @@ class Survey:
     async def measure(self, card: WorkerCard, way: Way) -> Way:
         """Everything anew, but for the choice."""
         async with self._one_at_a_time:
-            rates = await self._rates(card, self._courier.kinds_to(card))
+            rates = await self._rates(card, self._courier.kinds_to(card), self._probe_s)
         return self._judged(card.worker_id, rates, way.decision)
 
-    async def _rates(self, card: WorkerCard, kinds: tuple[TransportKind, ...]) -> tuple[TransportRate, ...]:
-        return tuple([await self._rate(card, kind, self._probe_s / len(kinds)) for kind in kinds])
+    async def _rates(
+        self, card: WorkerCard, kinds: tuple[TransportKind, ...], budget_s: float
+    ) -> tuple[TransportRate, ...]:
+        return tuple([await self._rate(card, kind, budget_s / len(kinds)) for kind in kinds])
 
     async def _rate(self, card: WorkerCard, kind: TransportKind, budget_s: float) -> TransportRate:
         """Never raises for what is wrong with the link."""

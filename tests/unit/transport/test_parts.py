@@ -14,7 +14,7 @@ from disagg.transport.api import GrantFenced, TransportEvent, WriteLanded
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.grants import AlreadyLanded, GrantTable, LandedNumbers, Refused, Visit
 from disagg.transport.outbox import Outbox
-from disagg.transport.segments import SegmentSet, advance, batches, copy_views
+from disagg.transport.segments import SegmentSet, advance, batches, copy_views, grouped
 
 segment = st.builds(Segment, st.integers(0, 60), st.integers(1, 12))
 
@@ -151,3 +151,11 @@ def test_bytes_memory_reads_what_was_filled() -> None:
     memory = BytesMemory(10)
     memory.fill(Segment(2, 3), b"abc")
     assert memory.read((Segment(4, 1), Segment(2, 2))) == b"cab"
+
+
+@given(st.lists(segment, max_size=40), st.integers(1, 30), st.integers(1, 6))
+def test_groups_keep_every_segment_in_order_and_stay_small(segments: list[Segment], limit: int, most: int) -> None:
+    groups = list(grouped(segments, max_bytes=limit, max_segments=most))
+    assert [each for group in groups for each in group] == segments
+    assert all(1 <= len(group) <= most for group in groups)
+    assert all(sum(length for _, length in group[:-1]) < limit for group in groups)

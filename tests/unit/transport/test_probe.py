@@ -1,0 +1,50 @@
+"""What is made of the times that exchanges take."""
+
+import pytest
+
+from disagg.transport import probe
+from disagg.transport.probe import measure
+
+
+class Link:
+    """Exchanges over a link of one's own making, in time that stands still otherwise."""
+
+    def __init__(self, bytes_per_s: float, latencies: list[float]) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._latencies = latencies  # of exchanges, in order; the last of all later ones
+        self.sizes: list[int] = []
+        self.now_s = 0.0
+
+    def exchange(self, num_bytes: int) -> None:
+        latency_s = self._latencies.pop(0) if len(self._latencies) > 1 else self._latencies[0]
+        self.sizes.append(num_bytes)
+        self.now_s += latency_s + num_bytes / self._bytes_per_s
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, link: Link, budget_s: float = 0.05) -> probe.Measured:
+    monkeypatch.setattr("disagg.transport.probe.time.perf_counter", lambda: link.now_s)
+    return measure(link.exchange, 4 << 20, budget_s)
+
+
+def test_a_quick_link_is_filled_with_writes_that_grow_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(2e9, [1e-4])
+    found = measured(monkeypatch, link)
+    assert found.bytes_per_s == pytest.approx(2e9)
+    assert found.latency_s == pytest.approx(1e-4)
+    assert max(link.sizes) == 2 << 20  # 128 KiB, quadrupled as long as it stays within 4 MiB
+    assert link.now_s < 0.06
+
+
+def test_a_long_way_takes_some_round_trips_and_is_not_taken_for_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(125e6, [0.02])
+    found = measured(monkeypatch, link)
+    assert found.bytes_per_s == pytest.approx(125e6, rel=0.01)
+    assert link.now_s > 10 * 0.02
+
+
+def test_a_latency_that_was_badly_measured_makes_no_link_endlessly_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine was busy during the pings."""
+    link = Link(1e9, [0.016, 0.016, 0.016, 1e-4])
+    found = measured(monkeypatch, link)
+    assert found.bytes_per_s <= 1e9 / probe.LEAST_SHARE
+    assert found.latency_s < 0.016
