@@ -301,7 +301,7 @@ class Steps:
             state.counters.add(PROMPT_TOKENS_CACHED, sequence.num_cached, label=sequence.task.value)
             if sequence.source is not None:
                 self._sending.finish_prefill(sequence, sequence.source, token)
-                state.report_prompt(sequence)
+                state.report_prompt(sequence)  # now that all there is to push has been pushed
                 return
             state.report_prompt(sequence)
             state.move(sequence, SequenceTrigger.PROMPT_COMPUTED)
