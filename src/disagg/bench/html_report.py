@@ -172,7 +172,7 @@ def stage_plot(result: LoadResult) -> str | None:
     title = f"Stages of requests, {result.label}" if result.label else "Stages of requests"
     rows = [_stage_row(each) for each in sampled]
     caption = (
-        "As the server measured them, from the time it had received each; of the first answer. Left: prompt tokens."
+        "As the server measured them, each row from when it was received; of the first answer. Left: prompt tokens."
     )
     return captioned(waterfall(title, "seconds", rows, STAGE_KINDS), caption)
 
