@@ -169,19 +169,17 @@ def stage_plot(result: LoadResult) -> str | None:
     if not timelines:
         return None
     sampled = timelines[:: max(1, math.ceil(len(timelines) / NUM_ROWS))]
-    start_s = min(each.received_at for each in sampled)
     title = f"Stages of requests, {result.label}" if result.label else "Stages of requests"
-    rows = [_stage_row(each, each.received_at - start_s) for each in sampled]
+    rows = [_stage_row(each) for each in sampled]
     caption = (
-        "As the server measured them, from the time it had received each; of the first answer. Left: prompt tokens."
+        "As the server measured them, each row from when it was received; of the first answer. Left: prompt tokens."
     )
     return captioned(waterfall(title, "seconds", rows, STAGE_KINDS), caption)
 
 
-def _stage_row(timeline: RequestTimeline, start_s: float) -> Row:
+def _stage_row(timeline: RequestTimeline) -> Row:
     spans = tuple(
-        Span(start_s + each.start_s, start_s + each.start_s + each.seconds, _kind(each.stage))
-        for each in timeline.choices[0].stages
+        Span(each.start_s, each.start_s + each.seconds, _kind(each.stage)) for each in timeline.choices[0].stages
     )
     return Row(f"{timeline.num_prompt_tokens}", spans)
 

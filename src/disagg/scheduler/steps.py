@@ -356,7 +356,7 @@ class Steps:
         if sequence.source is not None:
             sequence.answer_ids.append(token.token_id)
             self._sending.finish_prefill(sequence, sequence.source, token)
-            state.report_prompt(sequence)
+            state.report_prompt(sequence)  # now that all there is to push has been pushed
             return
         state.report_prompt(sequence)
         state.move(sequence, SequenceTrigger.PROMPT_COMPUTED)

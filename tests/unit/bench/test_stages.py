@@ -1,5 +1,7 @@
 """Stages of many requests as shares, sentences and plots."""
 
+from typing import cast
+
 import msgspec
 import pytest
 from tests.unit.bench.rigs import noisy, result
@@ -7,11 +9,13 @@ from tests.unit.telemetry.test_timeline import remote
 
 from disagg.bench.comparison import limiting_stage
 from disagg.bench.html_report import request_section
+from disagg.bench.http_client import HttpClient
 from disagg.bench.measure import LoadResult, merge
+from disagg.bench.observation import Observer
 from disagg.bench.stages import in_words, stage_shares
 from disagg.bench.text_report import stage_lines
 from disagg.telemetry.stages import Stage
-from disagg.telemetry.timeline import Part, RequestTimeline, lay_out
+from disagg.telemetry.timeline import Part, RequestTimeline, TimelineAnswer, lay_out
 from disagg.telemetry.track import Head, RequestTrack
 
 
@@ -62,3 +66,37 @@ def test_a_server_without_timelines_is_reported_as_ever() -> None:
 
 def test_rounds_keep_all_timelines() -> None:
     assert len(merge([observed(), observed()]).observation.timelines) == 6
+
+
+class ServerWithTimelines:
+    """Answers an observer; each look finds more requests ended."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self._answers = list(answers)
+        self.asked: list[str] = []
+
+    async def get(self, path: str, *, at_root: bool = False) -> tuple[int, bytes]:
+        self.asked.append(path)
+        if not path.startswith("/timeline"):
+            return 404, b""
+        return 200, self._answers.pop(0)
+
+
+def listed(*names: str) -> bytes:
+    named = [msgspec.structs.replace(answered(), request_id=name) for name in names]
+    return msgspec.json.encode(TimelineAnswer(tuple(named)))
+
+
+async def test_an_observer_takes_the_requests_of_its_load_alone() -> None:
+    server = ServerWithTimelines(listed("2", "1"), listed("4", "3", "2"))
+    async with Observer(cast(HttpClient, server), lambda: 0.0) as observer:
+        pass
+    assert [each.request_id for each in observer.observation().timelines] == ["3", "4"]
+    assert server.asked.count("/metrics") == 2
+
+
+@pytest.mark.parametrize("answer", [b"", b"[]", b'{"timelines":[{}]}', b"<html>"])
+async def test_an_observer_makes_do_with_servers_that_say_something_else(answer: bytes) -> None:
+    async with Observer(cast(HttpClient, ServerWithTimelines(answer, answer)), lambda: 0.0) as observer:
+        pass
+    assert observer.observation().timelines == ()
