@@ -55,6 +55,9 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     rows: tuple[StepRow, ...]
     # Layers between two reports while a row is being handed off: KV must then be readable by other threads. 0: none.
     report_every: int = 0
+    # Streams without rows, and what they attend to, summed: none where anything is computed. See scheduler.standing.
+    num_standing: int = 0
+    standing_context: int = 0
 
     def is_reported(self, num_layers: int, of_layers: int) -> bool:
         """Whether this many finished layers, of a model of of_layers, are worth a report."""

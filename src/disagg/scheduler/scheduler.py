@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from disagg.core.errors import Failure, FailureKind
-from disagg.core.ids import Fence, HandoffId
+from disagg.core.ids import Fence, HandoffId, SequenceId
 from disagg.core.roles import ROLE_TASKS, Task
 from disagg.kvcache.block_pool import BlockState
 from disagg.kvcache.conversion import lossy_form
@@ -112,6 +112,22 @@ class Scheduler:
         """Steps from the running one on, at most `most`, between which nothing would be decided if nothing else
         happens: StepsFinished may end them together. 1 or less: the running step must end by itself."""
         return self._steps.num_alike(most)
+
+    @property
+    def num_standing(self) -> int:
+        """Streams that get their next tokens without rows."""
+        return len(self._state.standing)
+
+    def has_recalled(self, sequence_id: SequenceId) -> bool:
+        """Whether the last event has ended the standing of a stream that had got a token without a row."""
+        return sequence_id in self._steps.recalled
+
+    def num_written(self, sequence_id: SequenceId) -> int:
+        """Tokens of an answer that is being written here; 0 where none is."""
+        sequence = self._state.live(sequence_id)
+        if sequence is None or sequence.state is not SequenceState.DECODING:
+            return 0
+        return len(sequence.answer_ids) + self._state.standing.num_tokens(sequence_id)
 
     @property
     def counters(self) -> Counters:
