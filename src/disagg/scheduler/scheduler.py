@@ -287,8 +287,13 @@ class Scheduler:
     def _waiting(self, tasks: tuple[Task, ...]) -> Iterator[Sequence]:
         """Sequences without blocks that have one of these tasks here, in the order in which they are to run."""
         state = self._state
-        ready = [each for each in state.table.waiting(tasks) if each.grammar_until_s is None]
+        ready = [each for each in state.table.waiting(tasks) if self._may_start(each)]
         return (each for each in state.in_reading_order(ready) if not state.would_overtake(each))
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Not while its grammar is prepared, nor before a refused reservation may be asked again."""
+        is_refused = sequence.source is not None and sequence.source.retry_at_s > self._state.now_s
+        return sequence.grammar_until_s is None and not is_refused
 
     def _admit(self) -> None:
         """Give waiting WHOLE sequences their blocks, in order: when one does not fit, those behind it wait too."""
@@ -320,7 +325,7 @@ class Scheduler:
         room -= sum(each.num_unread_tokens for each in reading if each.source is not None)
         for sequence in self._waiting(SENDS) if room > 0 else ():
             source = sequence.source
-            if source is None or source.retry_at_s > state.now_s:
+            if source is None:
                 continue
             if state.is_full() or not self._handoffs.sending.ask_reservation(sequence, source):
                 return
