@@ -129,6 +129,6 @@ def test_invariants_notice_what_is_wrong(spoil: str) -> None:
     elif spoil == "refcount":
         pool._refcounts[0] = 0
     else:
-        pool._free.append(0)
+        pool._free.append(BlockId(0))
     with pytest.raises(InternalFault):
         pool.check_invariants()
