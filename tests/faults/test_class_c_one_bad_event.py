@@ -133,7 +133,7 @@ def local_events(number: int) -> dict[type, events.Event]:
     return {
         events.LayersComputed: events.LayersComputed(step, 1),
         events.StepFinished: events.StepFinished(StepResult(step, ()), 0.1),
-        events.StepsFinished: events.StepsFinished(step, ((7, 7),), (0.1, 0.1)),
+        events.StepsFinished: events.StepsFinished(step, (0.1, 0.1)),
         events.StepFailed: events.StepFailed(step, CANCELLED),
         events.GrammarPrepared: events.GrammarPrepared(which),
         events.WriteFinished: events.WriteFinished(which, 0, None),

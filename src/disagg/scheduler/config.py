@@ -30,5 +30,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     retry_s: float = 0.005  # before a refused reservation is asked again
     starvation_s: float = 2.0  # a sequence refused room this long is not overtaken by any that came later
     grant_seed: bytes = b""  # secret of this incarnation behind its grants' capabilities; virtual worlds need none
+    # What all tokens are that decide nothing, where nothing is computed: no rows for them. None: rows for all.
+    sure_token_id: int | None = None
     reserve_ahead: int = 2  # step budgets of prompt work that may hold reservations at once
     grammar_timeout_s: float = 10.0  # for an answer's grammar to be prepared; others run meanwhile

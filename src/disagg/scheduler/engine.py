@@ -68,6 +68,9 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False):
     report_every: int = 0
     layers: LayerRange | None = None
     carried: bytes = b""  # what the part before it gave back; nothing for the first
+    # Streams without rows, and what they attend to, summed: none where anything is computed. See scheduler.standing.
+    num_standing: int = 0
+    standing_context: int = 0
 
     def is_reported(self, num_layers: int, of_layers: int) -> bool:
         """Whether this many finished layers, of a model of of_layers, are worth a report."""

@@ -59,14 +59,13 @@ class StepFinished(msgspec.Struct, frozen=True):
 
 
 class StepsFinished(msgspec.Struct, frozen=True):
-    """The running step and those that followed it with the same rows are over, the last of them now.
+    """The running step, which has no rows, and those like it that followed are over, the last of them now.
 
     Only where Scheduler.num_alike allows so many: nothing was decided between them.
     """
 
     step_id: StepId  # of the first
-    token_ids: tuple[tuple[int, ...], ...]  # by row, one for each step
-    durations_s: tuple[float, ...]  # by step
+    durations_s: tuple[float, ...]
 
 
 class StepFailed(msgspec.Struct, frozen=True):

@@ -76,8 +76,9 @@ class Handoffs:
         if state.now_s < self._renew_at_s:
             return
         by_peer: dict[WorkerId, list[HandoffId]] = {}
-        for end in filter(None, map(_renewing_end, self._with_peer())):
-            by_peer.setdefault(end.peer, []).append(end.handoff_id)
+        for end in map(_renewing_end, list(self._with_peer())):
+            if end is not None:
+                by_peer.setdefault(end.peer, []).append(end.handoff_id)
         for peer, handoff_ids in by_peer.items():
             state.tell(peer, RenewLeases(tuple(handoff_ids), state.config.lease_s))
         for sequence in state.sequences.values():

@@ -152,6 +152,7 @@ class PartialStarts:
 
     def _shared_step_s(self, context: int) -> float:
         """Predicted, of a step with the streams of now and one more of this context."""
-        streams = self._state.table.streams()
-        total = context + sum(stream.num_computed + 1 for stream in streams)
-        return self._state.step_times.predict(StepShape(num_streams=len(streams) + 1, stream_context=total))
+        streams, standing = self._state.table.streams(), self._state.standing
+        total = context + standing.context + sum(stream.num_computed + 1 for stream in streams)
+        num_streams = len(streams) + len(standing) + 1
+        return self._state.step_times.predict(StepShape(num_streams=num_streams, stream_context=total))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from disagg.core.errors import Failure, FailureKind
-from disagg.core.ids import Fence, HandoffId
+from disagg.core.ids import Fence, HandoffId, SequenceId
 from disagg.core.roles import ROLE_TASKS, Task
 from disagg.kvcache.block_pool import BlockState
 from disagg.kvcache.conversion import lossy_form
@@ -112,6 +112,22 @@ class Scheduler:
         """Steps from the running one on, at most `most`, between which nothing would be decided if nothing else
         happens: StepsFinished may end them together. 1 or less: the running step must end by itself."""
         return self._steps.num_alike(most)
+
+    @property
+    def num_standing(self) -> int:
+        """Streams that get their next tokens without rows."""
+        return len(self._state.standing)
+
+    def has_recalled(self, sequence_id: SequenceId) -> bool:
+        """Whether the last event has ended the standing of a stream that had got a token without a row."""
+        return sequence_id in self._steps.recalled
+
+    def num_written(self, sequence_id: SequenceId) -> int:
+        """Tokens of an answer that is being written here; 0 where none is."""
+        sequence = self._state.live(sequence_id)
+        if sequence is None or sequence.state is not SequenceState.DECODING:
+            return 0
+        return len(sequence.answer_ids) + self._state.standing.num_tokens(sequence_id)
 
     @property
     def counters(self) -> Counters:
@@ -274,8 +290,13 @@ class Scheduler:
     def _waiting(self, tasks: tuple[Task, ...]) -> Iterator[Sequence]:
         """Sequences without blocks that have one of these tasks here, in the order in which they are to run."""
         state = self._state
-        ready = [each for each in state.table.waiting(tasks) if each.grammar_until_s is None]
+        ready = [each for each in state.table.waiting(tasks) if self._may_start(each)]
         return (each for each in state.in_reading_order(ready) if not state.would_overtake(each))
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Not while its grammar is prepared, nor before a refused reservation may be asked again."""
+        is_refused = sequence.source is not None and sequence.source.retry_at_s > self._state.now_s
+        return sequence.grammar_until_s is None and not is_refused
 
     def _admit(self) -> None:
         """Give waiting WHOLE sequences their blocks, in order: when one does not fit, those behind it wait too."""
@@ -307,7 +328,7 @@ class Scheduler:
         room -= sum(each.num_unread_tokens for each in reading if each.source is not None)
         for sequence in self._waiting(SENDS) if room > 0 else ():
             source = sequence.source
-            if source is None or source.retry_at_s > state.now_s:
+            if source is None:
                 continue
             if state.is_full() or not self._handoffs.sending.ask_reservation(sequence, source):
                 return

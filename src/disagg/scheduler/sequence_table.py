@@ -30,7 +30,8 @@ class SequenceTable:
         self._waiting: dict[Task, _Listed] = {task: {} for task in Task}  # without blocks
         self._asking: _Listed = {}  # waiting, with blocks
         self._refused: _Listed = {}  # waiting, and there was no room at least once; in the order of the first time
-        self._order: list[tuple[int, int]] = []  # of streams: (-priority, arrival), ascending
+        self._order: list[tuple[int, int]] = []  # of streams that do not stand: (-priority, arrival), ascending
+        self._standing: set[int] = set()  # arrivals
         self._streams: tuple[Sequence, ...] | None = None  # in that order, until one begins or ends
 
     def put(self, sequence: Sequence) -> None:
@@ -40,8 +41,7 @@ class SequenceTable:
         if state is SequenceState.WAITING:
             self._list_waiting(sequence)
         elif state is SequenceState.DECODING:
-            insort(self._order, (-sequence.spec.priority, sequence.arrival))
-            self._streams = None
+            self._list_stream(sequence)
 
     def take_out(self, sequence: Sequence) -> None:
         """As it was put in."""
@@ -50,14 +50,31 @@ class SequenceTable:
         if state is SequenceState.WAITING:
             self._unlist_waiting(sequence)
         elif state is SequenceState.DECODING:
-            del self._order[bisect_left(self._order, (-sequence.spec.priority, sequence.arrival))]
-            self._streams = None
+            self._unlist_stream(sequence)
 
     def set_blocks(self, sequence: Sequence, blocks: tuple[BlockId, ...]) -> None:
         """A waiting sequence takes blocks to ask a peer with, or has given them back."""
         self._unlist_waiting(sequence)
         sequence.blocks = blocks
         self._list_waiting(sequence)
+
+    def stand(self, sequence: Sequence) -> None:
+        """A stream needs no rows for a while: see Standing."""
+        self._unlist_stream(sequence)
+        self._standing.add(sequence.arrival)
+
+    def recall(self, sequence: Sequence) -> None:
+        """It needs them again."""
+        self._standing.remove(sequence.arrival)
+        self._list_stream(sequence)
+
+    def _list_stream(self, sequence: Sequence) -> None:
+        insort(self._order, (-sequence.spec.priority, sequence.arrival))
+        self._streams = None
+
+    def _unlist_stream(self, sequence: Sequence) -> None:
+        del self._order[bisect_left(self._order, (-sequence.spec.priority, sequence.arrival))]
+        self._streams = None
 
     def _list_waiting(self, sequence: Sequence) -> None:
         listed = self._asking if sequence.blocks else self._waiting[sequence.task]
@@ -104,7 +121,7 @@ class SequenceTable:
         return self.num_in_state(SequenceState.WAITING) > num_for_peer
 
     def streams(self) -> tuple[Sequence, ...]:
-        """Those that write answers: the higher priority first, then the older. Made anew when one begins or ends."""
+        """Those that write answers and do not stand: the higher priority first, then the older."""
         if self._streams is None:
             decoding = self._in_state[SequenceState.DECODING]
             self._streams = tuple([decoding[arrival] for _, arrival in self._order])
@@ -138,6 +155,9 @@ class SequenceTable:
         since_s = [each.refused_since_s for each in self._refused.values()]
         if since_s != sorted(since_s):
             raise InternalFault("the refused are not listed in the order in which they were")
-        decoding = self._in_state[SequenceState.DECODING].values()
-        if self.streams() != tuple(sorted(decoding, key=lambda each: (-each.spec.priority, each.arrival))):
+        decoding = self._in_state[SequenceState.DECODING]
+        if not self._standing <= decoding.keys():
+            raise InternalFault("a stream stands that does not decode")
+        moving = [each for arrival, each in decoding.items() if arrival not in self._standing]
+        if self.streams() != tuple(sorted(moving, key=lambda each: (-each.spec.priority, each.arrival))):
             raise InternalFault("the ordered streams are not those that decode, or not in their order")

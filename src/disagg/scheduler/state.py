@@ -27,11 +27,13 @@ from disagg.scheduler.reports import prompt_report, sequence_report
 from disagg.scheduler.sequence import Sequence
 from disagg.scheduler.sequence_table import SequenceTable
 from disagg.scheduler.stage_clocks import StageClocks
+from disagg.scheduler.standing import Standing
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import (
     HANDOFF_BYTES,
     HANDOFFS,
     MESSAGES_IGNORED,
+    OUTPUT_TOKENS,
     PREFIX_TOKENS_HIT,
     PREFIX_TOKENS_LOOKED_UP,
     SEQUENCES,
@@ -63,6 +65,8 @@ class SchedulerState:
         self.step_times = StepTimes()
         self.tenants = TenantService()
         self.table = SequenceTable()
+        self.standing = Standing(config.sure_token_id or 0)
+        self.left_standing: list[Sequence] = []  # while a step runs that they are in
         self._live: dict[SequenceId, Sequence] = {}
         # So that a late repeat starts nothing, and a source that asks hears whether its hand-off was taken.
         self._ended: OrderedDict[HandoffId, bool] = OrderedDict()
@@ -91,10 +95,19 @@ class SchedulerState:
         """Fire a trigger of the sequence's table. Nothing else changes the state of a sequence that was added."""
         if sequence.state is SequenceState.WAITING:
             self.table.forget_refusal(sequence)
+        elif sequence in self.standing:
+            self.recall(sequence)
+            self.left_standing.append(sequence)
         self.table.take_out(sequence)
         sequence.machine.fire(trigger)
         self.table.put(sequence)
         self._count_open(sequence)
+
+    def recall(self, sequence: Sequence) -> None:
+        """A stream stands no longer."""
+        num_tokens = self.standing.leave(sequence)
+        self.table.recall(sequence)
+        self.counters.add(OUTPUT_TOKENS, num_tokens, label=sequence.task.value)
 
     def preempt(self, sequence: Sequence) -> None:
         """A stream gives up its blocks and starts over; from now on it waits for room like one that was refused it."""
@@ -350,6 +363,7 @@ class SchedulerState:
         self.begun.check_invariants()
         self.stages.check_invariants(self.sequences.values())
         begun = set(self.begun)
+        self.standing.check_invariants()
         for sequence in self.sequences.values():
             if (sequence.partial is not None) != (sequence in begun):
                 raise InternalFault(f"{sequence.attempt_id} has begun its first step and is not listed")

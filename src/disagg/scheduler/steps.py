@@ -5,13 +5,11 @@ or an unused cached one, else the youngest stream gives up its blocks and starts
 what it has written is read again, and row independence makes that the same tokens). Prompts fill what is left.
 """
 
-from collections import Counter, defaultdict
-from itertools import groupby, repeat
+from collections import defaultdict
 
 import msgspec
 
-from disagg.core.errors import InternalFault
-from disagg.core.ids import StepId
+from disagg.core.ids import SequenceId, StepId
 from disagg.core.request import EmittedToken, finish_reason
 from disagg.core.roles import HandoffMode, Task
 from disagg.policy.batching import plan_chunks
@@ -37,7 +35,6 @@ from disagg.telemetry.stages import Stage
 
 _Ended = tuple[Sequence, StepRow, EmittedToken | None]
 _Row = tuple[Sequence, StepRow]  # of the running step, and whose it is
-_Full = tuple[int, int, Sequence, int]  # n-th of some steps, row, whose last block it fills, tokens computed then
 
 
 class Steps:
@@ -52,8 +49,7 @@ class Steps:
         self._rows: tuple[_Row, ...] = ()
         self._shape = StepShape()
         self._next_step = 0
-        self._planned: tuple[Sequence, ...] = ()  # the streams when it was planned
-        self._num_open: int | None = None  # steps from the running one on after which none of its answers has ended
+        self.recalled: frozenset[SequenceId] = frozenset()  # streams that stood until the last step's end
 
     @property
     def is_running(self) -> bool:
@@ -61,6 +57,7 @@ class Steps:
 
     def start(self) -> None:
         """Plan and start the next step, or a part of one, if there is something to do and none runs."""
+        self.recalled = frozenset()
         if self._running is not None:
             return
         # Parts and shared steps take turns, so that nobody waits for more than one part.
@@ -73,14 +70,16 @@ class Steps:
         if part is None:
             return False
         part.sequence.is_in_step = True
-        self._rows, self._planned, self._num_open = ((part.sequence, part.row),), (), None
+        self._rows = ((part.sequence, part.row),)
         if part.sequence.state is SequenceState.DECODING:
             self._state.stages.enter(part.sequence, Stage.FIRST_STEP, self._state.now_s)
         self._run(StepPlan(StepId(self._next_step), (part.row,), layers=part.layers, carried=part.carried))
         return True
 
     def _try_start_shared(self) -> bool:
-        alone = self._chunks(StepShape()) if self._state.config.budget.prompts_alone else []
+        state, standing = self._state, self._state.standing
+        self._recall(standing.due())
+        alone = self._chunks(StepShape()) if state.config.budget.prompts_alone else []
         streams = [] if alone else self._streams()
         self._partials.join(streams)
         rows: list[_Row] = []
@@ -89,7 +88,7 @@ class Steps:
             stream.is_in_step = True
             context += stream.num_computed + 1
             rows.append((stream, stream.decode_row()))
-        shape = StepShape(num_streams=len(rows), stream_context=context)
+        shape = StepShape(num_streams=len(rows) + len(standing), stream_context=context + standing.context)
         prompts: list[_Row] = []
         for sequence, num_tokens in alone or self._chunks(shape):
             sequence.is_in_step = True
@@ -98,20 +97,32 @@ class Steps:
             if sequence.source is not None:
                 sequence.source.start_step()
         rows += prompts
-        if not rows:
+        if not rows and not standing:
             return False
         self._rows, self._shape = tuple(rows), shape
-        self._planned, self._num_open = self._state.table.streams(), None
-        if self._state.stages.is_any:
-            self._state.stages.start_step(prompts, self._state.now_s)
-        plan_rows = tuple([row for _, row in rows])
-        self._run(StepPlan(StepId(self._next_step), plan_rows, self._report_every(prompts)))
+        if state.stages.is_any:
+            state.stages.start_step(prompts, state.now_s)
+        self._run(
+            StepPlan(
+                StepId(self._next_step),
+                tuple([row for _, row in rows]),
+                self._report_every(prompts),
+                num_standing=len(standing),
+                standing_context=standing.context,
+            )
+        )
         return True
 
     def _run(self, plan: StepPlan) -> None:
         self._running, self._was_part = plan, plan.layers is not None
         self._next_step += 1
         self._state.act(RunStep(plan))
+
+    def _recall(self, streams: list[Sequence]) -> None:
+        """They have rows again; no step runs."""
+        for stream in streams:
+            stream.is_in_step = False
+            self._state.recall(stream)
 
     def _chunks(self, streams: StepShape) -> list[tuple[Sequence, int]]:
         """Prompts of a step with these streams, and how many tokens of each."""
@@ -148,6 +159,9 @@ class Steps:
             stream = waiting[first]
             first += 1
             while stream.num_computed >= len(stream.blocks) * block_size and not self._try_grow(stream):
+                if self._state.standing:
+                    self._recall_all()
+                    return self._streams()
                 if first == past_last:
                     if ready:  # itself the youngest; alone, it waits for a hand-off to land or to be given up
                         self._preempt(stream)
@@ -157,6 +171,16 @@ class Steps:
             else:
                 ready.append(stream)
         return ready
+
+    def _recall_all(self) -> None:
+        """Some may have to give up their blocks: what they wrote is told by its last token, while it is new."""
+        standing = self._state.standing
+        streams = [each for each in standing.all() if standing.num_tokens(each.sequence_id)]
+        self._recall(standing.all())
+        self.recalled = frozenset(each.sequence_id for each in streams)
+        for each in streams:
+            last = EmittedToken(each.sequence_id, len(each.answer_ids) - 1, each.answer_ids[-1])
+            self._state.emit_tokens((last,))
 
     def _try_grow(self, stream: Sequence) -> bool:
         cache = self._state.cache
@@ -195,7 +219,9 @@ class Steps:
         if self._state.stages.is_any:
             self._state.stages.end_step(self._state.now_s)
         self._state.step_times.observe(self._shape, event.duration_s)
-        self._take(event.result)
+        streams = self._take(event.result)
+        self._end_standing(1)
+        self._stand(streams)
 
     def _finish_part(self, event: StepFinished) -> None:
         """Its time says nothing of a whole step's."""
@@ -205,55 +231,81 @@ class Steps:
         if self._partials.finish(sequence, event.result.carried):
             if sequence.is_live:
                 stages.report(sequence, len(sequence.answer_ids), self._state.now_s)
-            self._take(event.result)
+            self._stand(self._take(event.result))
             return
         if sequence.state is SequenceState.DECODING:
             stages.enter(sequence, Stage.DECODE_QUEUE, self._state.now_s)
         self._ended(event.result)
         self._state.end_if_unused(sequence)
 
-    def _take(self, result: StepResult) -> None:
-        """What has come of each row of the step that is over."""
+    def _take(self, result: StepResult) -> list[Sequence]:
+        """What has come of each row of the step that is over; the streams that have got a token."""
         failures = dict(result.failures)
-        sampled: defaultdict[Task, list[EmittedToken]] = defaultdict(list)
         scores = {each.sequence_id: each.logprobs for each in result.scores}
-        block_size = self._state.cache.block_size
+        sampled: list[EmittedToken] = []
+        num_sampled: defaultdict[Task, int] = defaultdict(int)
+        streams: list[Sequence] = []
         for sequence, row, token in self._ended(result):
             state = sequence.machine.state
-            if state is SequenceState.DECODING and token is not None:  # nearly all of them
-                sequence.num_computed += 1
-                if sequence.num_computed // block_size > sequence.num_committed:
-                    self._commit(sequence)
-                sampled[sequence.task].append(token)
-                self._write(sequence, token)
-                continue
             if state in OVER:
                 self._state.end_if_unused(sequence)
                 continue
-            if state is SequenceState.DECODING:
-                sequence.num_computed += 1
-            else:
-                self._count_prompt(sequence, len(row.token_ids))
-            if sequence.num_computed // block_size > sequence.num_committed:
-                self._commit(sequence)
+            self._advance(sequence, len(row.token_ids))
             if sequence.needs_prompt_logprobs:
                 sequence.prompt_logprobs += scores.get(sequence.sequence_id, ())
-            if token is not None:
-                if sequence.needs_prompt_logprobs:
+                if token is not None:
                     token = msgspec.structs.replace(token, prompt_logprobs=tuple(sequence.prompt_logprobs))
-                sampled[sequence.task].append(token)
-                self._take_first_token(sequence, token)
+            if token is not None:
+                sampled.append(token)
+                num_sampled[sequence.task] += 1
+                if state is SequenceState.DECODING:
+                    self._write(sequence, token)
+                    streams.append(sequence)
+                else:
+                    self._take_first_token(sequence, token)
             elif sequence.sequence_id in failures:
                 self._state.fail(sequence, failures[sequence.sequence_id])
-        for task, tokens in sampled.items():
-            self._state.emit_tokens(tokens)
-            self._state.counters.add(OUTPUT_TOKENS, len(tokens), label=task.value)
+        self._state.emit_tokens(sampled)
+        for task, num_tokens in num_sampled.items():
+            self._state.counters.add(OUTPUT_TOKENS, num_tokens, label=task.value)
+        return streams
+
+    def _advance(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many of its tokens are written."""
+        if sequence.machine.state is SequenceState.DECODING:
+            sequence.num_computed += 1
+        else:
+            self._count_prompt(sequence, num_tokens)
+        if sequence.num_computed // self._state.cache.block_size > sequence.num_committed:
+            self._commit(sequence)
+
+    def _end_standing(self, num_steps: int) -> None:
+        """So many steps of those without rows are over."""
+        state = self._state
+        state.standing.step(num_steps)
+        left, state.left_standing = state.left_standing, []
+        for sequence in left:
+            sequence.is_in_step = False
+            state.end_if_unused(sequence)
+
+    def _stand(self, streams: list[Sequence]) -> None:
+        """Those to which nothing can happen in the next step have no row in it, where rows are left out at all."""
+        state, block_size = self._state, self._state.cache.block_size
+        may_stand = state.config.sure_token_id is not None and not state.config.budget.prompts_alone
+        for stream in streams if may_stand and not state.stages.is_any else ():
+            num_steps = min(
+                block_size * (stream.num_committed + 1) - 1 - stream.num_computed,  # until a block is full
+                block_size * len(stream.blocks) - stream.num_computed,  # until one is needed
+                stream.sure_length - 1 - len(stream.answer_ids),  # until its last token
+            )
+            if num_steps > 0 and stream.state is SequenceState.DECODING:
+                state.table.stand(stream)
+                state.standing.enter(stream, num_steps)
 
     def num_alike(self, most: int) -> int:
         """See Scheduler.num_alike."""
-        state, num_rows = self._state, len(self._rows)
-        # The tuple of streams is made anew whenever one begins or ends.
-        if self._running is None or state.table.streams() is not self._planned or len(self._planned) != num_rows:
+        state = self._state
+        if self._running is None or self._rows or state.table.streams() or state.left_standing:
             return 1
         if state.stages.is_any:
             return 1
@@ -261,67 +313,42 @@ class Steps:
             return 1
         if self._partials.is_any_due():
             return 1
-        if self._num_open is None:
-            self._num_open = min([sequence.sure_length - len(sequence.answer_ids) for sequence, _ in self._rows]) - 1
-        # As if every stream filled a block at once: whatever comes, none has to give up its blocks.
-        num_with_room = (state.cache.num_available // num_rows - 1) * state.cache.block_size
-        return min(most, self._num_open, num_with_room)
+        return min(most, state.standing.num_free_steps)
 
     def on_all_finished(self, event: StepsFinished) -> None:
-        """What on_finished and start would have done step by step, in their order, without looking at every row."""
+        """What on_finished and start would have done step by step."""
         plan, num_steps = self._running, len(event.durations_s)
         if plan is None or plan.step_id != event.step_id or num_steps > self.num_alike(num_steps):
             self._state.ignore(event)
             return
-        rows, self._rows, self._running, self._planned = self._rows, (), None, ()
+        self._running = None
         self._next_step += num_steps - 1
         for duration_s in event.durations_s:
             self._count(duration_s)
             self._state.step_times.observe(self._shape, duration_s)
-            self._shape = self._shape.add_context(len(rows))
-        tokens: list[EmittedToken] = []
-        full: list[_Full] = []
-        block_size = self._state.cache.block_size
-        for index, ((sequence, row), token_ids) in enumerate(zip(rows, event.token_ids, strict=True)):
-            sequence.is_in_step = False
-            positions = range(row.output_position, row.output_position + num_steps)
-            tokens += map(EmittedToken, repeat(row.sequence_id), positions, token_ids)
-            sequence.answer_ids += token_ids
-            first = block_size - row.position % block_size
-            full += [(step, index, sequence, row.position + step) for step in range(first, num_steps + 1, block_size)]
-        self._fill_blocks(full, num_steps)
-        for sequence, row in rows:
-            sequence.num_computed = row.position + num_steps
-        self._state.emit_tokens(tokens)
-        for task, num_rows in Counter([sequence.task for sequence, _ in rows]).items():
-            self._state.counters.add(OUTPUT_TOKENS, num_rows * num_steps, label=task.value)
-
-    def _fill_blocks(self, full: list["_Full"], num_steps: int) -> None:
-        """Index what each step fills, then give those streams room for the next step."""
-        full.sort(key=lambda each: each[:2])
-        for step, each_full in groupby(full, key=lambda each: each[0]):
-            filled = list(each_full)
-            for _, _, sequence, num_computed in filled:
-                sequence.num_computed = num_computed
-                if num_computed // self._state.cache.block_size > sequence.num_committed:
-                    self._commit(sequence)
-            for _, _, sequence, _ in filled if step < num_steps else ():
-                if not self._try_grow(sequence):
-                    raise InternalFault(f"{sequence.sequence_id} has no room though there was enough")
+            self._shape = self._shape.add_context(self._shape.num_streams)
+        self._end_standing(num_steps)
 
     def on_failed(self, event: StepFailed) -> None:
         """The engine raised: the step's sequences cannot go on here."""
         if self._running is None or self._running.step_id != event.step_id:
             self._state.ignore(event)
             return
-        for sequence, _, _ in self._ended(StepResult(event.step_id, ())):
+        standing: list[Sequence] = []
+        if self._running.layers is None:  # those that stand have no share in a part
+            standing = self._state.standing.all()
+            self._recall(standing)
+            self._end_standing(0)
+        ended = [sequence for sequence, _, _ in self._ended(StepResult(event.step_id, ()))]
+        for sequence in ended:
             self._partials.fail(sequence)
+        for sequence in (*ended, *standing):
             self._state.end_if_unused(sequence)
             self._state.fail(sequence, event.failure)
 
     def _ended(self, result: StepResult) -> list[_Ended]:
         """Rows of the step that is over, with their tokens, which mostly come in the order of the rows."""
-        rows, self._rows, self._running, self._planned = self._rows, (), None, ()
+        rows, self._rows, self._running = self._rows, (), None
         for sequence, _ in rows:
             sequence.is_in_step = False
         sampled = [row.sequence_id for _, row in rows if row.sampling is not None]

@@ -23,6 +23,7 @@ from disagg.dispatch.events import DispatchEvent, DrainAsked, TimePassed, Worker
 from disagg.dispatch.events import WorkerRegistered as Registered
 from disagg.dispatch.stream import GenerateRequest, RequestFailed
 from disagg.protocol.messages import (
+    AbortSequence,
     AnnouncePeers,
     EmitTokens,
     ReportFailure,
@@ -230,6 +231,8 @@ class SimCluster:
 
     def _to_worker(self, worker: SimWorker, message: RouterToWorker) -> None:
         if not isinstance(message, AnnouncePeers):
+            if isinstance(message, AbortSequence):
+                self._held.settle(worker, message.sequence_id)
             worker.hear_router(message)
             return
         for card in message.peers:
@@ -274,8 +277,9 @@ class SimCluster:
     def _hear(self, worker: SimWorker, message: WorkerToRouter) -> None:
         self._tell(WorkerMessageReceived(worker.worker_id, worker.card.incarnation, message))
 
-    def steps_to_router(self, worker: SimWorker, message: EmitTokens, ends_s: Sequence[float]) -> None:
-        self._held.take_steps(worker, message, ends_s)
+    def note_ends(self, worker: SimWorker, ends_s: Sequence[float]) -> None:
+        if not self.is_small:
+            self._held.note_ends(worker, ends_s)
 
     def to_peer(self, worker: SimWorker, peer: SimWorker, message: WorkerToWorker) -> None:
         self.heap.after(self.scenario.message_s, peer.hear_peer, worker, message)
@@ -299,7 +303,7 @@ class SimCluster:
     # --- workers and faults ------------------------------------------------------------------------------------
 
     def _start_worker(self, spec: WorkerSpec) -> None:
-        card, config = card_and_config(spec, Incarnation(next(self._incarnations)), is_small=self.is_small)
+        card, config = card_and_config(spec, self.scenario, Incarnation(next(self._incarnations)))
         old = self.workers.get(card.worker_id)
         if old is not None:
             self.ended.append(old)

@@ -42,6 +42,7 @@ class OpenRecord:
     __slots__ = (
         "arrived_s",
         "first_s",
+        "holder",
         "last_s",
         "max_gap_s",
         "num_held",
@@ -60,6 +61,7 @@ class OpenRecord:
         self.max_gap_s = 0.0
         self.num_tokens = 0
         self.num_held = 0  # of these, the last ones that the router has not been told of
+        self.holder: object = None  # the worker that wrote the last of them
 
 
 def take_held(record: OpenRecord, sequence_id: SequenceId, stop: int) -> list[EmittedToken]:
@@ -124,6 +126,13 @@ class RecordTable:
         else:
             self.count_gaps()
             self._gap_s, self._num_gaps = gap_s, 1
+
+    def count_more(self, gap_s: float, num: int) -> None:
+        """So many more tokens came that long after the ones before."""
+        if gap_s != self._gap_s:
+            self.count_gaps()
+            self._gap_s = gap_s
+        self._num_gaps += num
 
     def count_gaps(self) -> None:
         """What was noted and not counted yet."""

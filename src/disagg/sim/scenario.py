@@ -136,7 +136,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     message_s: float = MESSAGE_S  # of a control message, beside the link's latency
     detect_s: float = 1.0  # from a death to the others' knowing of it
     limit_s: float = 1e7  # virtual seconds after which the run is given up
-    max_alike_steps: int = 64  # of one event at large fidelity
+    max_alike_steps: int = 64  # of one event at large fidelity; 1: each has a row for each stream as well
     max_events_between_checks: int = 50_000  # where rules are checked now and then
 
     def __post_init__(self) -> None:

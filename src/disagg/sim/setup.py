@@ -2,6 +2,7 @@
 
 import msgspec
 
+from disagg.bench.workload import ANSWER_LABEL
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.roles import Numerics
@@ -9,7 +10,7 @@ from disagg.dispatch.config import DispatcherConfig
 from disagg.policy.batching import StepBudget
 from disagg.protocol.messages import PoolCard, WorkerCard
 from disagg.scheduler.config import SchedulerConfig
-from disagg.sim.scenario import Scenario, WorkerSpec
+from disagg.sim.scenario import Fidelity, Scenario, WorkerSpec
 
 VOCAB_SIZE = 1 << 62  # every label is a token id
 
@@ -26,9 +27,9 @@ def dispatcher_config(scenario: Scenario) -> DispatcherConfig:
 
 
 def card_and_config(
-    spec: WorkerSpec, incarnation: Incarnation, *, is_small: bool
+    spec: WorkerSpec, scenario: Scenario, incarnation: Incarnation
 ) -> tuple[WorkerCard, SchedulerConfig]:
-    """At large fidelity a chunk, or a cached prefix, is one push."""
+    """At large fidelity a chunk, or a cached prefix, is one push, and tokens that decide nothing have no rows."""
     layout, num_blocks = spec.layout, spec.blocks()
     pool = PoolCard(spec.model, spec.model, spec.model, Numerics.EXACT, VOCAB_SIZE, spec.max_context)
     endpoints = (Endpoint(TransportKind.TCP, spec.name),)
@@ -53,6 +54,7 @@ def card_and_config(
         lease_s=spec.lease_s,
         answer_headroom=spec.answer_headroom,
     )
-    if not is_small:
-        config = msgspec.structs.replace(config, max_push_bytes=1 << 62)
+    if scenario.fidelity is Fidelity.LARGE:
+        token_id = ANSWER_LABEL if scenario.max_alike_steps > 1 else None
+        config = msgspec.structs.replace(config, max_push_bytes=1 << 62, sure_token_id=token_id)
     return card, config

@@ -12,7 +12,7 @@ from disagg.core.request import EmittedToken
 from disagg.core.roles import HandoffMode
 from disagg.core.spans import Span
 from disagg.protocol.handoff import decode_grant_key
-from disagg.protocol.messages import EmitTokens, RouterToWorker, WorkerCard, WorkerToRouter, WorkerToWorker
+from disagg.protocol.messages import RouterToWorker, WorkerCard, WorkerToRouter, WorkerToWorker
 from disagg.scheduler import events
 from disagg.scheduler.actions import (
     Action,
@@ -50,8 +50,8 @@ class Surroundings(Protocol):
     def route(self, source: "SimWorker", target: "SimWorker") -> tuple[tuple[str, ...], float]:
         """What a transfer uses, and its latency in seconds."""
 
-    def steps_to_router(self, worker: "SimWorker", message: EmitTokens, ends_s: Sequence[float]) -> None:
-        """Tokens of several steps, in order of rows, then of steps, and when each step ended."""
+    def note_ends(self, worker: "SimWorker", ends_s: Sequence[float]) -> None:
+        """Steps are over, one after the other; the scheduler is about to hear of it."""
 
     def note_step(self, worker: "SimWorker", plan: StepPlan) -> None:
         """A step that reads prompts begins."""
@@ -110,8 +110,6 @@ class SimWorker:
         self._stretch: Stretch | None = None
         self._machine = machine
         self._max_alike = 1 if machine is not None else max_alike
-        self._most_alike = min(2, self._max_alike)
-        self._told: Sequence[float] = ()  # ends of the steps whose tokens the router is told of together
         self._perform: dict[type, Callable[..., None]] = {
             SendToRouter: self._send_to_router,
             SendToPeer: self._send_to_peer,
@@ -168,10 +166,7 @@ class SimWorker:
             self.handle(events.ClockTicked())
 
     def _send_to_router(self, action: SendToRouter) -> None:
-        if self._told and isinstance(action.message, EmitTokens):
-            self._around.steps_to_router(self, action.message, self._told)
-        else:
-            self._around.to_router(self, action.message)
+        self._around.to_router(self, action.message)
 
     def _send_to_peer(self, action: SendToPeer) -> None:
         peer = self.peers.get(action.peer)
@@ -187,7 +182,7 @@ class SimWorker:
     def _run(self, action: RunStep) -> None:
         plan = action.plan
         self._step_began_s = now_s = self._acts_s
-        num_alike = 1 if self._is_small else self.scheduler.num_alike(self._most_alike)
+        num_alike = 1 if self._is_small else self.scheduler.num_alike(self._max_alike)
         if num_alike > 1:
             self._begin_stretch(plan, num_alike)
             return
@@ -233,6 +228,8 @@ class SimWorker:
             ]
         )
         self._is_finishing = True
+        if plan.layers is None:
+            self._around.note_ends(self, (self._heap.now_s,))
         self.handle(events.StepFinished(StepResult(plan.step_id, tokens), duration_s))
         self._is_finishing = False
 
@@ -261,13 +258,11 @@ class SimWorker:
 
     def _finish_steps(self, stretch: Stretch, num_steps: int) -> None:
         self._stretch = None
-        self._most_alike = min(self._max_alike, 2 * num_steps + 2)
-        self._told, durations_s = stretch.ends_s[:num_steps], tuple(stretch.durations_s[:num_steps])
+        ends_s, durations_s = stretch.ends_s[:num_steps], tuple(stretch.durations_s[:num_steps])
         self.busy_s += math.fsum(durations_s)
         self.num_steps += num_steps
-        token_ids = ((ANSWER_LABEL,) * num_steps,) * len(stretch.plan.rows)
-        self._handle(events.StepsFinished(stretch.plan.step_id, token_ids, durations_s), self._told[-1])
-        self._told = ()
+        self._around.note_ends(self, ends_s)
+        self._handle(events.StepsFinished(stretch.plan.step_id, durations_s), ends_s[-1])
 
     def _shorten(self, stretch: Stretch) -> None:
         """Something has happened: some of the steps may be decided anew."""
@@ -337,7 +332,7 @@ class SimWorker:
 def shape_of(plan: StepPlan) -> StepShape:
     """A row that reads one token after the first of an answer is a stream, whatever its history."""
     prompts: list[tuple[int, int]] = []
-    contexts = num_streams = 0
+    contexts, num_streams = plan.standing_context, plan.num_standing
     for row in plan.rows:
         if row.output_position and len(row.token_ids) == 1:
             num_streams += 1

@@ -86,6 +86,7 @@ class Solo:
         lease_s: float = 9.0,
         name: WorkerId | None = None,
         incarnation: Incarnation = OWN,
+        sure_token_id: int | None = None,
     ) -> None:
         self.config = SchedulerConfig(
             worker_id=name or WorkerId("own"),
@@ -107,6 +108,7 @@ class Solo:
             retry_s=0.01,
             starvation_s=2.0,
             reserve_ahead=reserve_ahead,
+            sure_token_id=sure_token_id,
         )
         self.scheduler = Scheduler(self.config)
         self.now_s = 100.0

@@ -8,7 +8,7 @@ from disagg.core.ids import StepId
 from disagg.core.request import FinishReason, SamplingParams, SequenceSpec
 from disagg.core.roles import Role, Task
 from disagg.policy.batching import StepBudget
-from disagg.protocol.messages import SequenceReport
+from disagg.protocol.messages import EmitTokens, SequenceReport
 from disagg.scheduler import events
 from disagg.scheduler.actions import RunStep
 from disagg.scheduler.engine import StepPlan, StepResult
@@ -196,49 +196,90 @@ def kind_of(plan: StepPlan) -> str:
     return "both" if len(kinds) == 2 else kinds.pop()
 
 
-def test_steps_that_nothing_is_decided_between_end_together_as_they_would_one_by_one() -> None:
-    together, alone = Solo(Role.DECODE, answer_headroom=1), Solo(Role.DECODE, answer_headroom=1)
-    for solo in (together, alone):
-        for number, (length, max_tokens) in enumerate([(3, 20), (6, 9)]):
-            solo.start(number, Task.WHOLE, prompt(20 * number, length), max_tokens)
-        while solo.plan is None or kind_of(solo.plan) != "decode" or len(solo.plan.rows) < 2:
+def two_streams(sure_token_id: int | None, max_tokens: int = 20) -> Solo:
+    solo = Solo(Role.DECODE, answer_headroom=1, sure_token_id=sure_token_id)
+    for number, length in enumerate((3, 8)):  # they fill their blocks at the same time
+        solo.start(number, Task.WHOLE, prompt(20 * number, length), max_tokens)
+    return solo
+
+
+def ends(solo: Solo) -> list[SequenceReport]:
+    """What the router hears of sequences that have ended."""
+    return [report for message in solo.reports if isinstance(message, EmitTokens) for report in message.reports]
+
+
+def until_all_stand(solo: Solo) -> StepPlan:
+    while solo.plan is None or solo.plan.rows:
+        solo.finish_step()
+    return solo.plan
+
+
+def test_streams_that_stand_end_as_they_would_with_rows() -> None:
+    standing, rowed = two_streams(7), two_streams(None)
+    while rowed.plan is not None:
+        assert standing.plan is not None
+        assert len(standing.plan.rows) + standing.plan.num_standing == len(rowed.plan.rows)
+        for solo in (standing, rowed):
             solo.finish_step()
+        blocks = [(s.num_free_blocks, s.num_cached_blocks, s.num_held_blocks) for s in (standing.state, rowed.state)]
+        assert blocks[0] == blocks[1]
+    assert standing.plan is None
+    assert any(plan.num_standing and not plan.rows for plan in standing.plans)
+    assert not any(plan.num_standing for plan in rowed.plans)
+    assert ends(standing) == ends(rowed)
+    totals = [solo.scheduler.counters.get(OUTPUT_TOKENS, "whole") for solo in (standing, rowed)]
+    assert totals == [40, 40]
+
+
+def test_steps_without_rows_end_together_as_they_would_one_by_one() -> None:
+    together, alone = two_streams(7), two_streams(7)
+    first, _ = until_all_stand(together), until_all_stand(alone)
     num_steps = together.scheduler.num_alike(99)
-    assert num_steps == 9 - together.plans[-1].rows[1].output_position - 1
-    assert together.scheduler.num_alike(2) == 2
-    first, together.plan = together.plans[-1], None
-    together.handle(events.StepsFinished(first.step_id, ((7,) * num_steps,) * 2, (0.01,) * num_steps))
+    assert num_steps > 1
+    assert together.scheduler.num_alike(1) == 1
+    together.plan = None
+    together.handle(events.StepsFinished(first.step_id, (0.01,) * num_steps))
     for _ in range(num_steps):
         alone.finish_step()
     assert together.plan == alone.plan
     assert together.state == alone.state
-    assert [together.tokens(number) for number in (0, 1)] == [alone.tokens(number) for number in (0, 1)]
-    assert together.scheduler.num_alike(99) <= 1  # the second answer's last token comes next
     for solo in (together, alone):
         solo.finish_steps()
-    assert together.reports[-1] == alone.reports[-1]
+    assert ends(together) == ends(alone)
+    assert len(ends(alone)) == 2
 
 
 def test_more_steps_than_may_end_together_are_ignored() -> None:
-    solo = Solo(Role.DECODE)
-    solo.start(0, Task.WHOLE, prompt(0, 3), max_tokens=9)
-    solo.finish_step()
-    num_alike, plan = solo.scheduler.num_alike(99), solo.plan
-    assert num_alike == 7
-    assert plan is not None
-    event = events.StepsFinished(plan.step_id, ((7,) * 8,), (0.01,) * 8)
+    solo = two_streams(7)
+    plan = until_all_stand(solo)
+    event = events.StepsFinished(plan.step_id, (0.01,) * (solo.scheduler.num_alike(99) + 1))
     assert solo.handle(event) == []
     assert solo.ignored("StepsFinished") == 1
-    solo.start(1, Task.WHOLE, prompt(0, 3), max_tokens=9)  # it joins the next step
+    solo.start(2, Task.WHOLE, prompt(0, 3), max_tokens=9)  # it joins the next step
     assert solo.scheduler.num_alike(99) == 1
 
 
-def test_a_stream_whose_tokens_decide_ends_each_step_alone() -> None:
-    solo = Solo(Role.DECODE)
+def test_a_stream_that_is_dropped_while_it_stands_keeps_its_blocks_until_the_step_is_over() -> None:
+    solo = two_streams(7)
+    until_all_stand(solo)
+    held = solo.state.num_held_blocks
+    solo.abort(0)
+    assert solo.state.num_held_blocks == held
+    assert solo.scheduler.num_alike(99) == 1  # the next step is another one
+    solo.finish_step()
+    assert solo.state.num_held_blocks < held
+    solo.finish_steps()
+    assert solo.num_used == 0
+
+
+def test_a_stream_whose_tokens_decide_always_has_a_row() -> None:
+    solo = Solo(Role.DECODE, sure_token_id=7)
     spec = SequenceSpec(sequence_id(0), (1, 2, 3), SamplingParams(max_tokens=9, stop_token_ids=(5,)))
     solo.start_spec(spec, Task.WHOLE)
-    solo.finish_step()
-    assert solo.scheduler.num_alike(99) <= 1
+    for _ in range(5):
+        solo.finish_step()
+        assert solo.scheduler.num_alike(99) == 1
+    assert all(plan.rows and not plan.num_standing for plan in solo.plans)
 
 
 def test_a_step_that_is_not_running_does_not_finish_twice() -> None:

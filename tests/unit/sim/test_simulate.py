@@ -240,12 +240,12 @@ def test_steps_that_are_one_event_change_nothing(name: str) -> None:
 
 
 def test_streams_that_nothing_disturbs_take_few_events() -> None:
-    """Four streams of a thousand tokens: 64 steps an event."""
+    """Four streams of a thousand tokens: an event of its own has the step that fills a block, not the others."""
     asked = work(4, arrivals=EvenArrivals(1e6), prompt=Lengths(32), output=Lengths(1000), prefixes=PrefixPool())
     report = simulate(scenario((worker("m", Role.MIXED, num_blocks=999),), asked, Fidelity.LARGE), 0).report
     assert report.num_output_tokens == 4000
     assert report.workers[0].num_steps >= 1000
-    assert report.num_events < 100
+    assert report.num_events < 300
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_other_ones() -> None:
