@@ -238,9 +238,9 @@ def test_what_comes_at_once_leaves_nothing_to_begin_with() -> None:
 # --- beside others -----------------------------------------------------------------------------------------------
 
 
-def beside_a_stream() -> Solo:
+def beside_a_stream(sure_token_id: int | None = None) -> Solo:
     """Another sequence writes its answer here; its step is running, and nothing has landed."""
-    solo = waiting(answer_headroom=4)
+    solo = waiting(answer_headroom=4, sure_token_id=sure_token_id)
     solo.start(9, Task.WHOLE, (50, 51, 52), max_tokens=40)
     solo.finish_step()
     assert running(solo).layers is None
@@ -297,8 +297,9 @@ def test_when_its_turn_has_passed_it_joins_instead_of_waiting_for_another() -> N
 
 
 def test_steps_do_not_end_together_while_a_part_is_due() -> None:
-    solo = beside_a_stream()
-    assert solo.scheduler.num_alike(9) == 9
+    solo = beside_a_stream(sure_token_id=7)
+    while solo.scheduler.num_alike(9) == 1:
+        solo.finish_step()
     land(solo, 0)
     assert solo.scheduler.num_alike(9) == 1
 
