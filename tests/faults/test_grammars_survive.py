@@ -100,7 +100,7 @@ def read(front: Front, body: dict[str, Any], after: int = -1, act: Callable[[], 
 
 
 @pytest.mark.parametrize(
-    ("mode", "after"), [("greedy", 40), ("seeded", 25), ("two choices", 60), ("a call", 30), ("a chosen call", 30)]
+    ("mode", "after"), [("greedy", 40), ("seeded", 8), ("two choices", 60), ("a call", 30), ("a chosen call", 30)]
 )
 def test_a_decode_worker_killed_in_a_document(serve: Serve, front: Front, mode: str, after: int) -> None:
     body = question(front, mode)
