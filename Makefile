@@ -15,6 +15,9 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 # Parallel BLAS threads of test processes only fight each other on small machines.
 TEST_ENV := OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest
+FAST := "not slow and not gpu and not conformance"
+# What pytest ends with when ARGS leave none of some folders' tests.
+NONE_CHOSEN := 5
 PARITY := tests/parity tests/faults/test_streams_survive.py tests/faults/test_class_a_hangs.py \
 	tests/faults/test_class_e_wrong_output.py
 
@@ -46,7 +49,8 @@ check: $(STAMP) ## lint, format, types, direction of imports
 
 .PHONY: test
 test: check ## everything except the long parity runs
-	$(PYTEST) -m "not slow and not gpu and not conformance" $(ARGS)
+	$(PYTEST) -m $(FAST) tests/conformance tests/e2e tests/faults $(ARGS) || test $$? = $(NONE_CHOSEN)
+	$(PYTEST) -m $(FAST) --numprocesses 2 --dist loadfile tests/parity tests/property tests/unit $(ARGS) || test $$? = $(NONE_CHOSEN)
 
 # Clients pin each other's dependencies, so they live apart from ours.
 CLIENTS := .venv-conformance

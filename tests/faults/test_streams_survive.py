@@ -32,7 +32,7 @@ SIZES = ("--kv-memory", "8M", "--num-threads", "1")
 TIMEOUT_S = 60.0
 LONG_PROMPT = [3 + index % 300 for index in range(600)]
 SHORT_PROMPT = [7, 8, 9, 10, 11]
-LENGTH = 240  # tokens: long enough to be interrupted at 17
+LENGTH = 480  # tokens: long enough to be interrupted at 17
 pytestmark = pytest.mark.timeout(600)
 
 MODES: dict[str, dict[str, Any]] = {
