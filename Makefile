@@ -83,7 +83,7 @@ chaos: $(STAMP) ## random kills and stops under load on the real system: is ever
 .PHONY: schedules
 schedules: $(STAMP) ## many seeded schedules in virtual time: 100,000 of the hand-off, 1,000 of a whole cluster
 	DISAGG_WORLDS=$${DISAGG_WORLDS:-100000} DISAGG_SCHEDULES=$${DISAGG_SCHEDULES:-1000} $(PYTEST) --timeout 3600 \
-		tests/property/test_handoff_schedules.py tests/property/test_virtual_cluster.py
+		tests/property/test_handoff_schedules.py tests/property/test_virtual_cluster.py tests/property/test_partial_starts.py
 
 .PHONY: validate
 validate: $(STAMP) ## published experiments beside what the simulator says of them (ARGS=CASE for one)

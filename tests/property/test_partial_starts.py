@@ -1,5 +1,6 @@
 """First steps that begin over slow links, in seeded schedules of a whole cluster in virtual time."""
 
+import os
 import random
 from collections import Counter
 from functools import partial
@@ -21,8 +22,9 @@ from disagg.telemetry.metrics import PARTIAL_STARTS
 from disagg.testing.virtual import VirtualCluster
 from disagg.testing.virtual_time import Chances, Timing
 
-NUM_UNDISTURBED = 40
-NUM_DISTURBED = 60
+TIMES = max(1, int(os.environ.get("DISAGG_SCHEDULES", "60")) // 60)
+NUM_UNDISTURBED = 12 * TIMES
+NUM_DISTURBED = 18 * TIMES
 BYTE_S = (1e-6, 1e-5, 1e-4, 5e-4)  # of the link: from far less than a step for a layer to many steps
 
 
