@@ -11,11 +11,19 @@ namespace DISAGG_ISA {
 
 constexpr float SMALLEST_INT8 = 1e-30f;  // groups whose largest value is below it count as 0
 
+// The largest magnitude of a group.
+template <int64_t SIZE>
+static inline float largest_of(const float *from) {
+    static_assert(SIZE % LANES == 0);
+    Vec most = zero();
+    for (int64_t i = 0; i < SIZE; i += LANES) most = max(most, absolute(load(from + i)));
+    return largest(most);
+}
+
 // The largest value of a group becomes 127 coarse steps. Eight bits alone cost more than int8 weights do.
 template <int64_t SIZE>
 static inline void quantize_row(const float *x, int64_t inputs, const disagg::QuantizedRows<SIZE> &rows, int64_t row) {
     using disagg::FINE;
-    static_assert(SIZE % LANES == 0);
     for (int64_t g = 0; g * SIZE < inputs; g++) {
         const float *from = x + g * SIZE;
         float part[SIZE] = {};
@@ -23,9 +31,7 @@ static inline void quantize_row(const float *x, int64_t inputs, const disagg::Qu
             std::memcpy(part, from, (inputs - g * SIZE) * sizeof(float));
             from = part;
         }
-        Vec most = zero();
-        for (int64_t i = 0; i < SIZE; i += LANES) most = max(most, absolute(load(from + i)));
-        float limit = largest(most);
+        float limit = largest_of<SIZE>(from);
         Vec inverse = splat(limit > SMALLEST_INT8 ? 127.0f / limit : 0.0f), coarse_sum = zero(), fine_sum = zero();
         int8_t *coarse = rows.at(row, g), *fine = coarse + SIZE;
         for (int64_t i = 0; i < SIZE; i += LANES) {

@@ -1,6 +1,7 @@
 // Weights in the forms that products read. The same bits on every instruction set.
 #pragma once
 
+#include "int8_rows.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -37,7 +38,6 @@ static void pack(const disagg::Packing &p) {
 constexpr int NUM_SCALES = 16;              // tried per group
 constexpr float FINEST = 127.45f;           // steps of the largest value with the first of them: it still rounds to 127
 constexpr float COARSEST = 102.0f;          // and with the last
-constexpr float SMALLEST_WEIGHT = 1e-30f;   // a group without a larger one is 0
 
 // Squared error of a group with so many steps in its largest value.
 template <int64_t SIZE>
@@ -45,7 +45,7 @@ static inline float error_of(const float *from, float limit, float steps) {
     Vec inverse = splat(steps / limit), scale = splat(limit / steps), total = zero();
     for (int64_t i = 0; i < SIZE; i += LANES) {
         Vec value = load(from + i);
-        Vec off = fnma(min(nearest(mul(value, inverse)), splat(127.0f)), scale, value);
+        Vec off = fnma(nearest(mul(value, inverse)), scale, value);
         total = fma(off, off, total);
     }
     return sum(total);
@@ -55,10 +55,8 @@ static inline float error_of(const float *from, float limit, float steps) {
 // values that came from a coarser grid often fall onto a finer one.
 template <int64_t SIZE>
 static inline float quantize_group(const float *from, int8_t *out) {
-    Vec most = zero();
-    for (int64_t i = 0; i < SIZE; i += LANES) most = max(most, absolute(load(from + i)));
-    float limit = largest(most);
-    if (!(limit > SMALLEST_WEIGHT)) {
+    float limit = largest_of<SIZE>(from);
+    if (!(limit > SMALLEST_INT8)) {
         std::memset(out, 0, SIZE);
         return 0.0f;
     }
@@ -69,7 +67,7 @@ static inline float quantize_group(const float *from, int8_t *out) {
     }
     Vec inverse = splat(best / limit);
     for (int64_t i = 0; i < SIZE; i += LANES)
-        store_bytes(out + i, max(min(nearest(mul(load(from + i), inverse)), splat(127.0f)), splat(-127.0f)));
+        store_bytes(out + i, nearest(mul(load(from + i), inverse)));
     return limit / best;
 }
 
