@@ -1,9 +1,8 @@
 """What the comparison of engines computes, and that an engine that hangs or dies cannot hang it."""
 
-import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +12,19 @@ import pytest
 
 from disagg.modelfiles.config import ModelConfig
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 CONFIG = ModelConfig("llama", 100, 8, 16, 2, 2, 1, 4, 4096, 1e-5, 1e4, True, False)
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Scripts import each other by file name; so does this test. Their short names are gone afterwards."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    known = set(sys.modules)
-
+def modules(load_script: Callable[[str], Any]) -> Any:
     class Modules:
-        engine: Any = importlib.import_module("engine")
-        catalog: Any = importlib.import_module("peers.catalog")
-        fleet: Any = importlib.import_module("peers.fleet")
-        quality: Any = importlib.import_module("peers.quality")
-        environments: Any = importlib.import_module("peers.environments")
+        engine: Any = load_script("engine")
+        catalog: Any = load_script("peers.catalog")
+        fleet: Any = load_script("peers.fleet")
+        quality: Any = load_script("peers.quality")
+        environments: Any = load_script("peers.environments")
 
-    yield Modules
-    for name in set(sys.modules) - known:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)) or name == "peers":
-            del sys.modules[name]
+    return Modules
 
 
 def measured(modules: Any, **rates: float) -> Any:

@@ -1,9 +1,7 @@
 """Clients of the router benchmark count what the fake HTTP worker sends; a router that cannot be had is left out."""
 
-import importlib
 import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,26 +9,17 @@ from typing import Any
 import httpx
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
-
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Scripts import each other by file name; so does this test. Their short names are gone afterwards."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    known = set(sys.modules)
-
+def modules(load_script: Callable[[str], Any]) -> Any:
     class Modules:
-        fake_http_worker: Any = importlib.import_module("fake_http_worker")
-        load: Any = importlib.import_module("router_load")
-        router: Any = importlib.import_module("router")
-        routers: Any = importlib.import_module("peers.routers")
-        environments: Any = importlib.import_module("peers.environments")
+        fake_http_worker: Any = load_script("fake_http_worker")
+        load: Any = load_script("router_load")
+        router: Any = load_script("router")
+        routers: Any = load_script("peers.routers")
+        environments: Any = load_script("peers.environments")
 
-    yield Modules
-    for name in set(sys.modules) - known:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)) or name == "peers":
-            del sys.modules[name]
+    return Modules
 
 
 async def test_what_is_measured_of_a_worker_that_is_asked_directly(modules: Any) -> None:
