@@ -89,9 +89,7 @@ class Times:
 
 def _times_samples(metric: Metric, by_path: Mapping[Path, Times]) -> list[Sample]:
     return [
-        sample
-        for path, times in by_path.items()
-        for sample in times.samples(labels_text((metric.label, path.value)))
+        sample for path, times in by_path.items() for sample in times.samples(labels_text((metric.label, path.value)))
     ]
 
 
