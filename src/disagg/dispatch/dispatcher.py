@@ -339,11 +339,12 @@ class Dispatcher:
                 self._move(opened, choice, recovery.reason, "drain")
 
     def _on_tokens(self, record: WorkerRecord, message: EmitTokens) -> None:
-        worker_id = record.card.worker_id
+        worker_id, revision = record.card.worker_id, record.card.pool.revision
         note_reports(message, record, self._requests.choice, self.counters)
         by_sequence: dict[SequenceId, list[EmittedToken]] = {}
         for token in message.tokens:
             by_sequence.setdefault(token.sequence_id, []).append(token)
+        num_fresh = 0
         for sequence_id, tokens in by_sequence.items():
             choice = self._requests.choice(sequence_id)
             if choice is not None and choice.followers and worker_id == choice.workers[0]:
@@ -351,21 +352,25 @@ class Dispatcher:
             if choice is None or not choice.is_open or worker_id not in choice.workers:
                 self.counters.add(MESSAGES_IGNORED, label="token")
             else:
-                choice.revision = record.card.pool.revision
-                self._deliver(self._requests[sequence_id.request_id], choice, worker_id, tokens)
+                choice.revision = revision
+                num_fresh += self._deliver(choice, worker_id, tokens)
+        if num_fresh:
+            self.counters.add(GENERATED_TOKENS, num_fresh)
 
-    def _deliver(self, opened: OpenRequest, choice: Choice, worker_id: WorkerId, tokens: list[EmittedToken]) -> None:
+    def _deliver(self, choice: Choice, worker_id: WorkerId, tokens: list[EmittedToken]) -> int:
+        """Hand on those that are new and in order now. Gives their number."""
         was_answering = choice.is_answering
         fresh = choice.take(tokens, worker_id, self._now_s)
         if not fresh:
-            return
-        self.counters.add(GENERATED_TOKENS, len(fresh))
+            return 0
         if not was_answering:
             self._requests.note(choice)
-        delivered = TokensDelivered(choice.sequence_id.choice, tuple(fresh), choice.entry.finish)
-        self._actions.append(Deliver(opened.request_id, delivered))
-        if choice.entry.finish is not None:
-            self._end_choice(opened, choice, self._now_s + self.config.recovery.max_judging_s)
+        request_id, finish = choice.sequence_id.request_id, choice.entry.finish
+        delivered = TokensDelivered(choice.sequence_id.choice, tuple(fresh), finish)
+        self._actions.append(Deliver(request_id, delivered))
+        if finish is not None:
+            self._end_choice(self._requests[request_id], choice, self._now_s + self.config.recovery.max_judging_s)
+        return len(fresh)
 
     def _on_failure(self, record: WorkerRecord, message: ReportFailure) -> None:
         worker_id = record.card.worker_id

@@ -13,7 +13,7 @@ from disagg.policy.routing import Demand, Path, Placement
 from disagg.protocol.journal import JournalEntry
 from disagg.protocol.lifecycle import CHOICE_TABLE, ChoiceState, ChoiceTrigger
 from disagg.protocol.table import Machine
-from disagg.telemetry.track import ChoiceTrack, RequestTrack
+from disagg.telemetry.track import NUM_TIMED, ChoiceTrack, RequestTrack
 
 _OPEN = (ChoiceState.UNPLACED, ChoiceState.PLACED)
 
@@ -22,9 +22,11 @@ class Choice:
     """One sequence: its journal entry, where it is placed, and what failed it before."""
 
     def __init__(self, spec: SequenceSpec, now_s: float) -> None:
+        self.sequence_id = spec.sequence_id
         self.entry = JournalEntry(spec)
         self.machine = Machine(CHOICE_TABLE, spec.sequence_id)
         self.placement: Placement | None = None
+        self.workers: tuple[WorkerId, ...] = ()  # of this placement: who writes, then who reads for it
         self.attempt = 0
         self.unplaced_since_s = now_s
         self.place_after_s = now_s
@@ -43,23 +45,12 @@ class Choice:
         self.read_by: WorkerId | None = None  # a prefill worker whose prefix index has the prompt
 
     @property
-    def sequence_id(self) -> SequenceId:
-        return self.entry.sequence_id
-
-    @property
     def is_open(self) -> bool:
         return self.machine.state in _OPEN
 
     @property
     def is_placed(self) -> bool:
         return self.machine.state is ChoiceState.PLACED
-
-    @property
-    def workers(self) -> tuple[WorkerId, ...]:
-        if self.placement is None:
-            return ()
-        prefill = self.placement.prefill
-        return (self.placement.decode,) if prefill is None else (self.placement.decode, prefill)
 
     @property
     def emitted_ids(self) -> tuple[int, ...]:
@@ -93,6 +84,7 @@ class Choice:
         """The next attempt begins."""
         self.attempt += 1
         self.placement = placement
+        self.workers = tuple(each for each in (placement.decode, placement.prefill) if each is not None)
         self.unplaced_since_s = now_s
         self.is_answering = False
         self.reader_lost_s = float("inf")
@@ -110,7 +102,7 @@ class Choice:
         fresh = self.entry.record_all(tokens)
         if fresh:
             self.is_answering = True
-            if self.track is not None:
+            if self.track is not None and fresh[0].position < NUM_TIMED:
                 self.track.arrive(worker_id, fresh[0].position, len(fresh), now_s)
         return fresh
 

@@ -18,6 +18,7 @@ class RequestTable:
     def __init__(self, limits: RecoveryLimits) -> None:
         self._limits = limits
         self._requests: dict[RequestId, OpenRequest] = {}
+        self._choices: dict[SequenceId, Choice] = {}  # of these: every token asks for one
         self._unplaced: dict[SequenceId, Choice] = {}
         self._unanswered: dict[SequenceId, Choice] = {}  # in the order in which they were placed
         self._judging: dict[SequenceId, Choice] = {}
@@ -36,9 +37,7 @@ class RequestTable:
         return self._requests.get(request_id)
 
     def choice(self, sequence_id: SequenceId) -> Choice | None:
-        opened = self._requests.get(sequence_id.request_id)
-        is_known = opened is not None and 0 <= sequence_id.choice < len(opened.choices)
-        return opened.choices[sequence_id.choice] if opened is not None and is_known else None
+        return self._choices.get(sequence_id)
 
     def written_by(self, worker_id: WorkerId) -> list[tuple[OpenRequest, Choice]]:
         """Choices that are placed there to be written."""
@@ -52,12 +51,14 @@ class RequestTable:
     def add(self, opened: OpenRequest) -> None:
         self._requests[opened.request_id] = opened
         for choice in opened.choices:
+            self._choices[choice.sequence_id] = choice
             self.note(choice)
 
     def remove(self, opened: OpenRequest) -> None:
         """It has ended."""
         del self._requests[opened.request_id]
         for choice in opened.choices:
+            del self._choices[choice.sequence_id]
             for listed in (self._unplaced, self._unanswered, self._judging):
                 listed.pop(choice.sequence_id, None)
 
@@ -79,6 +80,8 @@ class RequestTable:
 
     def check_invariants(self) -> None:
         choices = [choice for opened in self._requests.values() for choice in opened.choices]
+        if list(self._choices.values()) != choices:
+            raise InternalFault(f"choices are known as {sorted(self._choices)}, which are not those of the requests")
         placed = [choice for choice in choices if choice.is_placed]
         lists = (
             ("unplaced", self._unplaced, [each for each in choices if each.is_open and not each.is_placed]),

@@ -1,6 +1,6 @@
 """What goes in and comes out of the dispatcher for one client request. Token ids only; text is the router's."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import msgspec
@@ -68,6 +68,12 @@ class TokenStream(Protocol):
 
     def take_ready(self) -> list[StreamEvent]:
         """Events that are here already, for the reader that has just got one; a failure is not among them."""
+
+    def push_to(self, take: Callable[[TokensDelivered], bool]) -> None:
+        """Offer `take` tokens the moment they come, if the reader waits and they are not a choice's last.
+
+        Those for which it says True are no event any more. It must not raise, or call this stream back.
+        """
 
     def finish_choice(self, choice: int) -> None:
         """Stop one choice whose text matched a stop string; its workers drop it within one step."""

@@ -74,11 +74,9 @@ class ModelTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text, specials spelled out; b"" for an id without a token."""
-        if not 0 <= token_id < self.vocab_size:
-            return b""
         if self._bytes is not None:
-            return self._bytes[token_id]
-        return self.vocabulary.tokens[token_id].encode()
+            return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
+        return self.vocabulary.tokens[token_id].encode() if 0 <= token_id < self.vocab_size else b""
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of an answer: nothing is stripped from its start. Broken UTF-8 becomes U+FFFD."""

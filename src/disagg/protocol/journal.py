@@ -40,7 +40,8 @@ class JournalEntry:
 
     def record_all(self, tokens: Sequence[EmittedToken]) -> list[EmittedToken]:
         """What record() gives for each, in turn."""
-        known, fresh, sampling = self.tokens, list[EmittedToken](), self.spec.sampling
+        known, sampling = self.tokens, self.spec.sampling
+        fresh: list[EmittedToken] = []
         if len(tokens) > 1 and self._is_next(tokens):
             known.extend(tokens)
             self.finish = finish_reason(sampling, tokens[-1].token_id, len(known))

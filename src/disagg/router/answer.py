@@ -2,11 +2,12 @@
 
 submit        all prompts, or none: a refusal takes back what was submitted before it
 next_pieces   waits for one event; [] when it shows nothing yet, None after the last one
+push_to       tokens of an answer that is one text, the moment they come, while next_pieces waits
 close         aborts what has not ended; always called, whether the client is there or not
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -91,6 +92,7 @@ class OpenAnswer:
             for index in range(self._num_choices * len(requests))
         ]
         self._unechoed = set(range(len(self._choices))) if params.echo else set()
+        self._is_shown_as_it_comes = not params.echo and params.num_scored is None
         self._has_ended = False
 
     @property
@@ -133,7 +135,7 @@ class OpenAnswer:
     def _pieces(self, number: int, event: StreamEvent) -> list[Piece]:
         if isinstance(event, RequestFailed):
             raise event.error
-        if not self._params.echo and self._params.num_scored is None:
+        if self._is_shown_as_it_comes:
             return self._show(number, event)
         return [piece for each in self._take(number, event) for piece in self._show(number, each)]
 
@@ -163,6 +165,18 @@ class OpenAnswer:
         if choice.is_stopped_by_text and not was_finished and event.finish_reason is None:
             self._streams[number].finish_choice(event.choice)
         return pieces if piece is None else [*pieces, piece]
+
+    def push_to(self, take: Callable[[TokensDelivered], bool]) -> None:
+        """Offer `take` tokens the moment they come, while next_pieces() waits. Those it takes must be given to feed().
+
+        Only of an answer that is one text and ends with its tokens: others go on as they were.
+        """
+        if len(self._choices) == 1 and self._is_shown_as_it_comes and not self._params.stop:
+            self._streams[0].push_to(take)
+
+    def feed(self, event: TokensDelivered) -> Piece | None:
+        """What tokens that push_to() has given add to the answer."""
+        return self._choices[0].feed(event.tokens, None)
 
     async def collect(self) -> list[WholeChoice]:
         """Wait for the whole answer."""

@@ -102,8 +102,9 @@ def finite(logprob: float) -> float:
 class ChunkFrame:
     """The constant bytes around one choice's part of a streamed chunk."""
 
-    def __init__(self, head: AnswerHead, kind: str) -> None:
-        """`kind` is the value of "object"."""
+    def __init__(self, head: AnswerHead, kind: str, text_key: bytes, text_close: bytes = b"") -> None:
+        """`kind` is the value of "object"; a choice's text is written between text_key and text_close."""
+        self._text_key, self._text_close = text_key, text_close
         self._start = b"".join(
             (
                 b'data: {"id":',
@@ -118,7 +119,19 @@ class ChunkFrame:
             )
         )
         self._end = b'}],"usage":null}\n\n' if head.has_usage else b"}]}\n\n"
-        self._choice_starts: dict[int, bytes] = {}
+        self._text_starts: dict[int, bytes] = {}  # by choice
+        self._text_end = b"".join((text_close, b',"logprobs":null,"finish_reason":null', self._end))
+
+    def text(self, index: int, text: str, logprobs: bytes | None = None, usage: Usage | None = None) -> bytes:
+        """A chunk of more text."""
+        json = to_json(text)
+        if logprobs is not None or usage is not None:
+            content = b"".join((self._text_key, json, self._text_close))
+            return self.chunk(index, content, logprobs or b"null", None, usage)
+        start = self._text_starts.get(index)
+        if start is None:
+            start = self._text_starts[index] = self._choice_start(index) + self._text_key
+        return b"".join((start, json, self._text_end))
 
     def chunk(
         self,
@@ -129,12 +142,13 @@ class ChunkFrame:
         usage: Usage | None = None,
     ) -> bytes:
         """`content` is the choice's own key and value, for example b'"text":"…"'."""
-        start = self._choice_starts.get(index)
-        if start is None:
-            start = self._choice_starts[index] = b'%b{"index":%d,' % (self._start, index)
         end = self._end if usage is None else b'}],"usage":%b}\n\n' % to_json(usage_body(usage))
         reason = b"null" if finish_reason is None else b'"%b"' % finish_reason.value.encode()
+        start = self._choice_start(index)
         return b"".join((start, content, b',"logprobs":', logprobs, b',"finish_reason":', reason, end))
+
+    def _choice_start(self, index: int) -> bytes:
+        return b'%b{"index":%d,' % (self._start, index)
 
     def closing(self, usage: Usage | None, extension: bytes) -> bytes:
         counts = b"" if usage is None else b',"usage":' + to_json(usage_body(usage))

@@ -79,25 +79,24 @@ class ChatFormat:
     def __init__(self, head: AnswerHead, tokenizer: ModelTokenizer) -> None:
         self._head = head
         self._tokenizer = tokenizer
-        self._frame = ChunkFrame(head, "chat.completion.chunk")
+        self.frame = ChunkFrame(head, "chat.completion.chunk", b'"delta":{"content":', b"}")
 
     def opening(self, num_choices: int) -> bytes:
         """One chunk for each choice that names the role."""
         role = b'"delta":{"role":"assistant","content":"","refusal":null}'
-        return b"".join(self._frame.chunk(index, role) for index in range(num_choices))
+        return b"".join(self.frame.chunk(index, role) for index in range(num_choices))
 
     def piece(self, piece: Piece, usage: Usage | None = None) -> bytes:
         chunks = b""
         if piece.text or piece.entries:
-            logprobs = to_json(self.logprobs(piece.entries)) if piece.entries else b"null"
-            content = b'"delta":{"content":' + to_json(piece.text) + b"}"
-            chunks = self._frame.chunk(piece.index, content, logprobs, None, usage)
+            logprobs = to_json(self.logprobs(piece.entries)) if piece.entries else None
+            chunks = self.frame.text(piece.index, piece.text, logprobs, usage)
         if piece.finish_reason is not None:
-            chunks += self._frame.chunk(piece.index, b'"delta":{}', b"null", piece.finish_reason, usage)
+            chunks += self.frame.chunk(piece.index, b'"delta":{}', b"null", piece.finish_reason, usage)
         return chunks
 
     def closing(self, usage: Usage | None, extension: bytes) -> bytes:
-        return self._frame.closing(usage, extension)
+        return self.frame.closing(usage, extension)
 
     def whole(self, choices: list[WholeChoice], usage: Usage) -> bytes:
         return to_json(

@@ -63,6 +63,7 @@ class ChoiceText:
         self._end_ids = frozenset(end_ids)
         self._detokenizer = start_detokenizer(tokenizer)
         self._filter = StopFilter(stops) if stops is not None else None
+        self._is_plain = self._filter is None and not is_prompt_only
         self._num_decoded = 0
         self._num_shown = 0
         self._waiting: deque[TokenEntry] = deque()
@@ -97,11 +98,11 @@ class ChoiceText:
         """Take the next tokens in order. None when nothing can be shown yet or the choice has already ended."""
         if self.finish_reason is not None:
             return None
+        if self._is_plain and finish_reason is None and len(tokens) == 1 and tokens[0].logprobs is None:
+            return self._feed_plain(tokens[0].token_id)
         if self._is_prompt_only:
             self.finish_reason = FinishReason.LENGTH
             return Piece(self.index, "", (), self.finish_reason)
-        if self._filter is None and finish_reason is None and len(tokens) == 1 and tokens[0].logprobs is None:
-            return self._feed_plain(tokens[0].token_id)
         shown: list[str] = []
         for token in tokens:
             text = self._decode(token.token_id)

@@ -56,7 +56,7 @@ class CompletionFormat:
     def __init__(self, head: AnswerHead, tokenizer: ModelTokenizer) -> None:
         self._head = head
         self._tokenizer = tokenizer
-        self._frame = ChunkFrame(head, "text_completion")
+        self._frame = ChunkFrame(head, "text_completion", b'"text":')
 
     def opening(self, num_choices: int) -> bytes:
         """Plain completions begin with their text."""
@@ -65,8 +65,8 @@ class CompletionFormat:
     def piece(self, piece: Piece, usage: Usage | None = None) -> bytes:
         chunks = b""
         if piece.text or piece.entries:
-            logprobs = to_json(self._logprobs(piece.entries)) if piece.entries else b"null"
-            chunks = self._frame.chunk(piece.index, b'"text":' + to_json(piece.text), logprobs, None, usage)
+            logprobs = to_json(self._logprobs(piece.entries)) if piece.entries else None
+            chunks = self._frame.text(piece.index, piece.text, logprobs, usage)
         if piece.finish_reason is not None:
             chunks += self._frame.chunk(piece.index, b'"text":""', b"null", piece.finish_reason, usage)
         return chunks

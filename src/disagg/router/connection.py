@@ -11,8 +11,11 @@ from typing import Any, Final
 
 import msgspec
 from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
+
+from disagg.router.sse import DIRECT_BODY
 
 MAX_HEADER_BYTES: Final = 64 << 10
 
@@ -26,6 +29,25 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
 
 
 DEFAULT_CONNECTION_LIMITS: Final = ConnectionLimits()
+
+
+class ChunkedBody:
+    """Writes parts of a response that uvicorn has begun, chunk by chunk as it does itself, and will end."""
+
+    __slots__ = ("_flow", "_write")
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._flow = flow
+        self._write = transport.write
+
+    @property
+    def is_ready(self) -> bool:
+        """Not while the client leaves too much unread."""
+        return not self._flow.write_paused
+
+    def write(self, part: bytes) -> None:
+        """The part is not empty: that would be the end."""
+        self._write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -72,6 +94,10 @@ class ClientConnection(HttpToolsProtocol):
         """Whether the headers of one are here and its answer is not yet complete."""
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.response_complete
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {DIRECT_BODY: {"body": ChunkedBody(self.transport, self.flow)}}
 
     def on_headers_complete(self) -> None:
         self._stop_headers_timer()

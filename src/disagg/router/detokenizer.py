@@ -1,13 +1,11 @@
 """Token ids of one answer to text, one token at a time, never half a character."""
 
-import codecs
-from typing import Final, Protocol
+from encodings import utf_8
+from typing import Protocol
 
 from tokenizers.decoders import DecodeStream
 
 from disagg.modelfiles.tokenizer import ModelTokenizer
-
-_UTF8: Final = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
@@ -31,10 +29,15 @@ class _ByteDetokenizer:
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._hidden = tokenizer.special_ids
-        self._decoder = _UTF8(errors="replace")
+        self._decoder = utf_8.IncrementalDecoder(errors="replace")
 
     def push(self, token_id: int) -> str:
-        return "" if token_id in self._hidden else self._decoder.decode(self._token_bytes(token_id))
+        if token_id in self._hidden:
+            return ""
+        raw = self._token_bytes(token_id)
+        if raw.isascii() and not self._decoder.buffer:  # nearly all: nothing begun, nothing left over
+            return raw.decode("ascii")
+        return self._decoder.decode(raw)
 
     def flush(self) -> str:
         return self._decoder.decode(b"", True)

@@ -18,15 +18,16 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from disagg.core.errors import DisaggError, RateLimited
-from disagg.dispatch.stream import GenerateRequest, GenerationService, ModelStatus
+from disagg.dispatch.stream import GenerateRequest, GenerationService, ModelStatus, TokensDelivered
 from disagg.router.access import Access, Caller
-from disagg.router.answer import OpenAnswer
+from disagg.router.answer import OpenAnswer, Usage
 from disagg.router.answer_format import AnswerFormat, AnswerHead, extended
 from disagg.router.body import BodyLimits, read_body
 from disagg.router.chat import ChatFormat
@@ -38,7 +39,7 @@ from disagg.router.message_format import MessageFormat
 from disagg.router.message_reader import MessageReading
 from disagg.router.models import ServedModels
 from disagg.router.openai_types import SharedParams, read_chat, read_completion
-from disagg.router.sse import DONE, EventStream, event, unless_client_goes
+from disagg.router.sse import DONE, DirectBody, EventStream, event, unless_client_goes
 from disagg.router.text import ModelText, chat_requests, completion_requests
 from disagg.router.timing import AnswerTiming, Timing
 from disagg.telemetry.metrics import REJECTIONS
@@ -138,7 +139,7 @@ class Generation:
             chunks = _Chunks(answer, writer, params, timing)
             await chunks.open()
             is_handed_over = True
-            return EventStream(chunks.next, close)
+            return EventStream(chunks, close)
         finally:
             if not is_handed_over:
                 await close()
@@ -201,7 +202,9 @@ class _Chunks:
         self._writer = writer
         self._params = params
         self._timing = timing
+        self._is_timed = timing is None  # nothing more is to be noted of what is written
         self._opening: bytes | None = None
+        self._fault: Exception | None = None  # of what was pushed
         self._is_over = False
 
     async def open(self) -> None:
@@ -214,12 +217,15 @@ class _Chunks:
         if self._opening is not None:
             opening, self._opening = self._opening, None
             return opening
-        if self._timing is not None:
+        if self._timing is not None and not self._is_timed:
             self._timing.wrote()  # whoever asks for more has written the last
+            self._is_timed = self._timing.is_written
         if self._is_over:
             return None
         try:
             pieces = await self._answer.next_pieces()
+            if self._fault is not None:
+                raise self._fault
         except Exception as error:
             if not isinstance(error, DisaggError):
                 _log.exception("answer %s broke", self._answer.name)
@@ -232,11 +238,33 @@ class _Chunks:
         extension = self._timing.extension() if self._timing is not None else b""
         return (self._writer.closing(usage, extension) if usage or extension else b"") + DONE
 
+    def push_to(self, body: DirectBody) -> None:
+        """From now on write what can be shown at once to the body itself, while next() waits."""
+        self._answer.push_to(partial(self._push, body))
+
+    def _push(self, body: DirectBody, tokens: TokensDelivered) -> bool:
+        """False leaves them to next()."""
+        if not (self._is_timed and body.is_ready):
+            return False
+        try:
+            piece = self._answer.feed(tokens)
+            chunk = self._writer.piece(piece, self._counts()) if piece is not None else b""
+            if chunk:
+                body.write(chunk)
+        except Exception as error:  # next() tells it: other streams have tokens in the same step
+            self._fault = error
+            return False
+        return True
+
     def _written(self, pieces: Sequence[Piece]) -> bytes:
-        usage = self._answer.usage if self._params.continuous_usage else None
+        usage = self._counts()
         written = [self._writer.piece(piece, usage) for piece in pieces]
-        if self._timing is not None:
+        if self._timing is not None and not self._is_timed:
             for piece, shown in zip(pieces, written, strict=True):
                 if shown:
                     self._timing.show(piece.index)
         return b"".join(written)
+
+    def _counts(self) -> Usage | None:
+        """Of this moment, where each piece goes with them."""
+        return self._answer.usage if self._params.continuous_usage else None

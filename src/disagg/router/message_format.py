@@ -8,7 +8,7 @@ import msgspec
 from disagg.core.request import FinishReason
 from disagg.modelfiles.tokenizer import ModelTokenizer
 from disagg.router.answer import Usage, WholeChoice
-from disagg.router.answer_format import AnswerHead, ChunkFrame, PromptLogprobs, UsageBody, to_json, usage_body
+from disagg.router.answer_format import AnswerHead, PromptLogprobs, UsageBody, to_json, usage_body
 from disagg.router.chat import ChatFormat, ChatLogprobs
 from disagg.router.choice import Piece, TokenEntry
 from disagg.router.message_reader import MessageDelta, MessageReader, MessageReading
@@ -94,7 +94,7 @@ class MessageFormat:
         self._head = head
         self._reading = reading
         self._plain = ChatFormat(head, tokenizer)
-        self._frame = ChunkFrame(head, "chat.completion.chunk")
+        self._frame = self._plain.frame
         self._readers: dict[int, MessageReader] = {}
         self._entries: dict[int, list[TokenEntry]] = {}  # of text that is held back
 
@@ -135,11 +135,13 @@ class MessageFormat:
         )
 
     def _chunk(self, index: int, delta: MessageDelta, entries: list[TokenEntry], usage: Usage | None) -> bytes:
-        logprobs = to_json(self._logprobs(entries)) if entries else b"null"
+        logprobs = to_json(self._logprobs(entries)) if entries else None
         entries.clear()
+        if delta.content and not (delta.reasoning or delta.calls):
+            return self._frame.text(index, delta.content, logprobs, usage)
         calls = [self._streamed_call(index, call) for call in delta.calls]
         message = StreamedMessage(delta.content or None, delta.reasoning or None, calls or None)
-        return self._frame.chunk(index, b'"delta":' + to_json(message), logprobs, None, usage)
+        return self._frame.chunk(index, b'"delta":' + to_json(message), logprobs or b"null", None, usage)
 
     def _streamed_call(self, index: int, call: CallDelta) -> StreamedCall:
         if call.name is None:

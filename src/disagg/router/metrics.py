@@ -1,7 +1,7 @@
 """What a scrape of the router shows: its own metrics and what its workers report. Names come from the one table."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from disagg.dispatch.dispatcher import Dispatcher
@@ -17,13 +17,16 @@ class RouterMetrics:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
-        self._times = {
-            metric.name: _Times(metric) for metric in table.ROUTER_METRICS if metric.kind is MetricKind.HISTOGRAM
+        self._times: dict[str, dict[Path, Times]] = {
+            metric.name: {} for metric in table.ROUTER_METRICS if metric.kind is MetricKind.HISTOGRAM
         }
 
-    def observe(self, metric: Metric, path: Path, seconds: float) -> None:
-        """One value of a histogram."""
-        self._times[metric.name].observe(path, seconds)
+    def times(self, metric: Metric, path: Path) -> "Times":
+        """A histogram's part for one path."""
+        by_path = self._times[metric.name]
+        if path not in by_path:
+            by_path[path] = Times(metric.buckets)
+        return by_path[path]
 
     def text(self) -> bytes:
         return exposition(chain(self._own(), self._of_workers()))
@@ -37,7 +40,7 @@ class RouterMetrics:
             if metric.kind is MetricKind.COUNTER:
                 yield metric, _counter_samples(metric, totals.get(metric.name, {}))
             elif metric.kind is MetricKind.HISTOGRAM:
-                yield metric, self._times[metric.name].samples()
+                yield metric, _times_samples(metric, self._times[metric.name])
             else:
                 yield metric, gauges[metric.name]
 
@@ -64,31 +67,30 @@ class RouterMetrics:
         yield from worker_families(shown, {record.card.worker_id for record in records})
 
 
-class _Times:
-    """A histogram by path. Of one thread, and without locks: it is told of every token."""
+class Times:
+    """Counts of one histogram. Of one thread, and without locks: it is told of every token."""
 
-    def __init__(self, metric: Metric) -> None:
-        self._metric = metric
-        self._bounds = list(metric.buckets)
-        self._counts: dict[Path, list[int]] = {}  # by path: one for each bucket, and one for what is above all
-        self._sums: dict[Path, float] = {}
+    __slots__ = ("_bounds", "_counts", "_sum_s")
 
-    def observe(self, path: Path, seconds: float) -> None:
-        counts = self._counts.get(path)
-        if counts is None:
-            counts = self._counts[path] = [0] * (len(self._bounds) + 1)
-            self._sums[path] = 0.0
-        counts[bisect_left(self._bounds, seconds)] += 1
-        self._sums[path] += seconds
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """bounds: of the buckets, in seconds, ascending."""
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)  # the last one: above all bounds
+        self._sum_s = 0.0
 
-    def samples(self) -> list[Sample]:
-        return [
-            sample
-            for path, counts in self._counts.items()
-            for sample in histogram_samples(
-                labels_text((self._metric.label, path.value)), self._bounds, counts, self._sums[path]
-            )
-        ]
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum_s += seconds
+
+    def samples(self, labels: str) -> list[Sample]:
+        """Nothing before the first value."""
+        return histogram_samples(labels, self._bounds, self._counts, self._sum_s) if any(self._counts) else []
+
+
+def _times_samples(metric: Metric, by_path: Mapping[Path, Times]) -> list[Sample]:
+    return [
+        sample for path, times in by_path.items() for sample in times.samples(labels_text((metric.label, path.value)))
+    ]
 
 
 def _counter_samples(metric: Metric, totals: Mapping[str, float]) -> list[Sample]:

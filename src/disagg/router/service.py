@@ -84,6 +84,7 @@ class LiveStream:
         self._reader: asyncio.Future[None] | None = None  # waits for an event
         self._open_choices = set(range(num_choices))
         self._times = times
+        self._take: Callable[[TokensDelivered], bool] | None = None  # the reader's, for what need not wait
         self._is_over = False
 
     @property
@@ -102,7 +103,7 @@ class LiveStream:
 
     async def __anext__(self) -> StreamEvent:
         if not self._open_choices:
-            self._is_over = True
+            self._end()
             raise StopAsyncIteration
         while not self._events:
             self._reader = asyncio.get_running_loop().create_future()
@@ -122,10 +123,13 @@ class LiveStream:
         event = self._events.popleft()
         if isinstance(event, RequestFailed):
             self._open_choices.clear()
-            self._is_over = True
+            self._end()
         elif event.finish_reason is not None:
             self._open_choices.discard(event.choice)
         return event
+
+    def push_to(self, take: Callable[[TokensDelivered], bool]) -> None:
+        self._take = take
 
     def finish_choice(self, choice: int) -> None:
         self._open_choices.discard(choice)
@@ -134,15 +138,21 @@ class LiveStream:
 
     def abort(self) -> None:
         if not self._is_over:
-            self._is_over = True
+            self._end()
             self._open_choices.clear()
             self._service.abort(self._request_id)
 
-    def put(self, event: StreamEvent) -> None:
+    def _end(self) -> None:
+        self._is_over = True
+        self._take = None
+
+    def put(self, event: StreamEvent, now_s: float) -> None:
         if isinstance(event, TokensDelivered):
-            self._times.note_tokens(event.choice, len(event.tokens), time.monotonic())
+            self._times.note_tokens(event.choice, len(event.tokens), now_s)
             if event.finish_reason is not None:
                 self._times.note_end(event.choice)
+            elif self._take is not None and self._reader is not None and not self._events and self._take(event):
+                return
         self._events.append(event)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -173,7 +183,6 @@ class LiveService:
         self._perform: dict[type, Callable[..., None]] = {
             SendToWorker: self._send,
             RefuseWorker: self._refuse,
-            Deliver: self._deliver,
             LogDecision: lambda action: _log.info("%s", action.text),
         }
         self._ticking: asyncio.Task[None] | None = None
@@ -197,7 +206,7 @@ class LiveService:
     async def close(self) -> None:
         """Fail every open request, then let the workers go."""
         for stream in list(self._streams.values()):
-            stream.put(RequestFailed(Unavailable("the router is stopping", retry_after_s=1.0)))
+            stream.put(RequestFailed(Unavailable("the router is stopping", retry_after_s=1.0)), time.monotonic())
         self._streams.clear()
         if self._ticking is not None:
             self._ticking.cancel()
@@ -220,7 +229,7 @@ class LiveService:
         times = StreamTimes(self._metrics, path, request.num_choices, now_s)
         stream = LiveStream(self, request_id, opened, request.num_choices, times)
         self._streams[request_id] = stream
-        self._act(actions)
+        self._act(actions, now_s)
         return stream
 
     def models(self) -> tuple[ModelStatus, ...]:
@@ -326,15 +335,22 @@ class LiveService:
         now_s = time.monotonic()
         if self._log is not None:
             self._log.happened(event, now_s)
-        self._act(self._dispatcher.handle(event, now_s))
+        self._act(self._dispatcher.handle(event, now_s), now_s)
 
-    def _act(self, actions: list[DispatchAction]) -> None:
+    def _act(self, actions: list[DispatchAction], now_s: float) -> None:
+        ended: list[RequestId] = []
         for action in actions:
-            self._perform[type(action)](action)
-        # Only now: one message of a worker may carry the last tokens of several choices.
-        for action in actions:
-            if isinstance(action, Deliver):
-                self._forget_ended(action.request_id)
+            if not isinstance(action, Deliver):
+                self._perform[type(action)](action)
+                continue
+            request_id, event = action.request_id, action.event
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.put(event, now_s)
+            if isinstance(event, RequestFailed) or event.finish_reason is not None:
+                ended.append(request_id)
+        for request_id in ended:  # only now: one message of a worker may carry the last tokens of several choices
+            self._forget_ended(request_id)
 
     def _send(self, action: SendToWorker) -> None:
         joining = self._registering.pop(action.worker_id, None)
@@ -357,11 +373,6 @@ class LiveService:
         task = asyncio.get_running_loop().create_task(channel.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-    def _deliver(self, action: Deliver) -> None:
-        stream = self._streams.get(action.request_id)
-        if stream is not None:
-            stream.put(action.event)
 
     def _forget_ended(self, request_id: RequestId) -> None:
         if self._dispatcher.open_request(request_id) is None:

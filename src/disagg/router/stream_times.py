@@ -21,8 +21,8 @@ class StreamTimes:
     """Counts an answer's tokens and the time between them. Answers that fail or are left are not whole: no TPOT."""
 
     def __init__(self, metrics: RouterMetrics, path: Path, num_choices: int, start_s: float) -> None:
-        self._metrics = metrics
-        self._path = path
+        self._ttft, self._itl = metrics.times(TTFT_SECONDS, path), metrics.times(ITL_SECONDS, path)
+        self._tpot, self._e2e = metrics.times(TPOT_SECONDS, path), metrics.times(E2E_SECONDS, path)
         self._start_s = start_s
         self._choices = [_ChoiceTimes() for _ in range(num_choices)]
         self._num_open = num_choices
@@ -32,9 +32,9 @@ class StreamTimes:
         times = self._choices[choice]
         if times.num_tokens == 0:
             times.first_s = now_s
-            self._metrics.observe(TTFT_SECONDS, self._path, now_s - self._start_s)
+            self._ttft.observe(now_s - self._start_s)
         else:
-            self._metrics.observe(ITL_SECONDS, self._path, now_s - times.last_s)
+            self._itl.observe(now_s - times.last_s)
         times.last_s = now_s
         times.num_tokens += num_tokens
 
@@ -46,10 +46,10 @@ class StreamTimes:
         times.is_over = True
         self._num_open -= 1
         if times.num_tokens > 1:
-            self._metrics.observe(TPOT_SECONDS, self._path, (times.last_s - times.first_s) / (times.num_tokens - 1))
+            self._tpot.observe((times.last_s - times.first_s) / (times.num_tokens - 1))
         if self._num_open == 0:
             last_s = max((each.last_s for each in self._choices if each.num_tokens), default=self._start_s)
-            self._metrics.observe(E2E_SECONDS, self._path, last_s - self._start_s)
+            self._e2e.observe(last_s - self._start_s)
 
     def check_invariants(self) -> None:
         num_open = sum(not each.is_over for each in self._choices)

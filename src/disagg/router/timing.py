@@ -83,6 +83,11 @@ class AnswerTiming:
                 choice.write(now_s)
             self._shown.clear()
 
+    @property
+    def is_written(self) -> bool:
+        """Whether the front has no more to say of any choice."""
+        return all(choice.is_written for choice in self._choices)
+
     def timelines(self) -> tuple[RequestTimeline, ...]:
         return tuple(lay_out(track) for track in self.tracks)
 

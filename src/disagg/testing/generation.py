@@ -109,6 +109,9 @@ class FakeTokenStream:
     def take_ready(self) -> list[StreamEvent]:
         return []
 
+    def push_to(self, take: Callable[[TokensDelivered], bool]) -> None:
+        """Here nothing comes by itself."""
+
     def finish_choice(self, choice: int) -> None:
         self.finished_choices.append(choice)
         self._open.discard(choice)

@@ -94,13 +94,15 @@ def test_a_workers_values_carry_its_name_role_and_model_until_it_is_gone() -> No
 
 def test_times_go_into_the_histogram_of_their_path() -> None:
     metrics = RouterMetrics(Desk().dispatcher)
-    metrics.observe(TTFT_SECONDS, Path.REMOTE, 0.2)
-    metrics.observe(ITL_SECONDS, Path.LOCAL, 0.03)
+    metrics.times(TTFT_SECONDS, Path.REMOTE).observe(0.2)
+    metrics.times(ITL_SECONDS, Path.LOCAL).observe(0.03)
+    metrics.times(ITL_SECONDS, Path.REMOTE)  # nothing was observed there
     families = scrape(metrics)
     assert value(families, "disagg_time_to_first_token_seconds_count", path="remote") == 1
     assert value(families, "disagg_time_to_first_token_seconds_bucket", path="remote", le="0.1") == 0
     assert value(families, "disagg_time_to_first_token_seconds_bucket", path="remote", le="0.25") == 1
     assert value(families, "disagg_inter_token_latency_seconds_sum", path="local") == 0.03
+    assert {each.labels["path"] for each in families[ITL_SECONDS.name].samples} == {"local"}
 
 
 def test_counters_of_the_router_are_there_before_the_first_count() -> None:
