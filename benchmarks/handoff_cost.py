@@ -9,6 +9,8 @@ read the prompt with the same threads on the same core. Ratios are taken within 
 TTFT             request sent -> token 1
 time to token 2  request sent -> token 2: what shows of the transfer, the decode queue and the first step lies in here
 hidden share     bytes that the destination had acknowledged before the prompt was computed, of all bytes
+checksum share   time to sum the KV of one prompt, as either end does, over TTFT. The source's sums are part of its TTFT
+                 at most; the destination's come while the prompt is read, and are that share of its gaps at most
 """
 
 import asyncio
@@ -16,12 +18,17 @@ import contextlib
 import itertools
 import random
 import statistics
+import time
 
 import msgspec
+import numpy as np
 
-from disagg.core.spans import Span
+from disagg.core.ids import BlockId
+from disagg.core.spans import KvLayout, Span
+from disagg.kvcache.segments import span_segments
 from disagg.telemetry.metrics import HANDOFF_BYTES, HANDOFFS, PUSHES
 from disagg.testing.processes import Serve, wait_until
+from disagg.transport.runs import RunSum
 from harness import (
     Metrics,
     Prompts,
@@ -46,6 +53,8 @@ ANSWER_TIMEOUT_S = 120.0
 COUNTERS_TIMEOUT_S = 10.0
 MAX_TTFT_RATIO = 1.03
 MAX_TOKEN_2_RATIO = 1.05
+MAX_CHECKSUM_SHARE = 0.02
+NUM_SUMS = 15
 KV_MEMORY = "256M"  # several prompts; small, so that the warm-up has touched all of it
 
 SPLIT = ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0", "--kv-memory", KV_MEMORY)
@@ -155,6 +164,31 @@ def _minus(after: Transfer, before: Transfer) -> Transfer:
     return Transfer(*(mine - theirs for mine, theirs in pairs))
 
 
+def checksum_s(layout: KvLayout) -> float:
+    """To sum the KV of a prompt at one end: layer by layer, out of scattered blocks that are in no cache."""
+    num_blocks = 4 * PROMPT_TOKENS // layout.block_size
+    blocks = [BlockId(each) for each in random.Random(0).sample(range(num_blocks), PROMPT_TOKENS // layout.block_size)]
+    arena = np.ones(layout.arena_bytes(num_blocks), np.uint8)
+    spans = (Span(0, PROMPT_TOKENS, layer, layer + 1) for layer in range(layout.num_layers))
+    pushes = [span_segments(layout, num_blocks, blocks, span) for span in spans]
+    taken = []
+    for _ in range(NUM_SUMS):
+        started_s = time.perf_counter()
+        for runs in pushes:
+            RunSum(arena, runs).finish()
+        taken.append(time.perf_counter() - started_s)
+    return statistics.median(taken)
+
+
+def show_checksums(ttft_ms: float, layout: KvLayout, foreign: float) -> dict[str, float]:
+    """Print; the figures for the JSON line."""
+    sum_ms = 1e3 * checksum_s(layout)
+    print(f"\nchecksums of one hand-off: {sum_ms:.1f} ms at either end, of a TTFT of {ttft_ms:.0f} ms")
+    share = sum_ms / ttft_ms
+    print(verdict("share of TTFT, and of the gaps between tokens while KV arrives", share, MAX_CHECKSUM_SHARE, foreign))
+    return {"checksum_ms": sum_ms, "checksum_share": share}
+
+
 def spread(values: list[float]) -> str:
     return f"{statistics.median(values):9.1f} [{min(values):.1f} .. {max(values):.1f}]"
 
@@ -210,7 +244,8 @@ def main() -> None:
         times, moved = asyncio.run(measure(servers, prompts, random.Random(args.seed), args.rounds))
         foreign = foreign_share(use, cpu_use())
         figures = show(times, moved, due_bytes, foreign)
-    report_json("handoff_cost", args, {"prompt_tokens": PROMPT_TOKENS, "foreign_share": foreign, **figures})
+    sums = show_checksums(statistics.median(each.ttft_ms for each in times["layerwise"]), layout, foreign)
+    report_json("handoff_cost", args, {"prompt_tokens": PROMPT_TOKENS, "foreign_share": foreign, **figures, **sums})
 
 
 if __name__ == "__main__":

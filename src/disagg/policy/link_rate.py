@@ -1,4 +1,4 @@
-"""How fast KV gets to one peer, learned from pushes that were acknowledged."""
+"""How fast KV gets to one peer: learned from pushes that were acknowledged; before the first, what was measured."""
 
 from disagg.core.errors import InternalFault
 
@@ -16,6 +16,7 @@ class LinkRate:
         self._num_bytes = 0.0
         self._seconds = 0.0
         self._last_s = float("-inf")  # last acknowledgement
+        self.measured_bytes_per_s = 0.0  # when the two met; 0.0: not measured
 
     def observe(self, num_bytes: int, sent_s: float, acknowledged_s: float) -> None:
         """One push: when it was given to the transport, and when the peer had verified it."""
@@ -27,8 +28,13 @@ class LinkRate:
 
     @property
     def bytes_per_s(self) -> float:
-        """0.0 while nothing is known."""
+        """Learned; 0.0 before the first push."""
         return self._num_bytes / self._seconds if self._seconds > 0 else 0.0
+
+    @property
+    def likely_bytes_per_s(self) -> float:
+        """What the next push may count on; 0.0 while nothing is known."""
+        return self.bytes_per_s or self.measured_bytes_per_s
 
     def check_invariants(self) -> None:
         if self._num_bytes < 0 or self._seconds < 0:

@@ -20,7 +20,7 @@ class PartialOutcome(enum.StrEnum):
     OFF = "off"  # not wanted, or not possible with this engine
     NO_STEP = "no_step"  # the answer ends with its first token
     NO_ROOM = "no_room"  # no block for the second token yet
-    RATE_UNKNOWN = "rate_unknown"  # nothing was seen of the link
+    RATE_UNKNOWN = "rate_unknown"  # nothing was seen of the link, nor was it measured
     WIRE_SHORT = "wire_short"  # what was missing was to take no longer than a step
     TOO_LATE = "too_late"  # all was here before a first part could run
 

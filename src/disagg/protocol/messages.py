@@ -282,7 +282,7 @@ class AnswerReservation(msgspec.Struct, frozen=True, array_like=True, tag="answe
 class FinishPrefill(msgspec.Struct, frozen=True, array_like=True, tag="finish_prefill"):
     """Source to destination: the prompt is computed; here is the first token. None for a prefix hand-off.
 
-    bytes_per_s: what the source has learned of its link to the destination; 0: nothing.
+    bytes_per_s: what the source has learned of its link to the destination, or has measured before; 0: neither.
     """
 
     handoff_id: HandoffId

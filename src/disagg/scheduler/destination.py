@@ -28,7 +28,7 @@ class HandoffDestination:
         self.first_missing_token = 0
         self.is_prefill_finished = False
         self.first_token: EmittedToken | None = None
-        self.bytes_per_s = 0.0  # of the link, as the source has seen it; 0 for unknown
+        self.bytes_per_s = 0.0  # of the link, as the source knows it; 0 for unknown
         self.why_whole = PartialOutcome.TOO_LATE  # why its first step has not begun before all is here, so far
         self._ledger: SpanLedger | None = None
 

@@ -24,9 +24,10 @@ class DrainRequested(msgspec.Struct, frozen=True):
 
 
 class PeerPaired(msgspec.Struct, frozen=True):
-    """A peer has been met and found compatible."""
+    """A peer has been met and found compatible; said again whenever the way to it was measured."""
 
     card: WorkerCard
+    bytes_per_s: float = 0.0  # measured; 0: not, or not yet
 
 
 class PeerMessageReceived(msgspec.Struct, frozen=True):

@@ -78,7 +78,7 @@ class Scheduler:
         self._handlers: dict[type, Callable[..., None]] = {
             RouterMessageReceived: self._on_router_message,
             RouterLost: self._on_router_lost,
-            PeerPaired: lambda event: self._state.peers.update({event.card.worker_id: event.card}),
+            PeerPaired: self._on_peer_paired,
             PeerMessageReceived: lambda event: self._handoffs.on_message(event.peer, event.message),
             PeerLost: self._on_peer_lost,
             LayersComputed: self._steps.on_layers_computed,
@@ -195,6 +195,11 @@ class Scheduler:
     def _on_router_lost(self, event: RouterLost) -> None:
         for sequence in list(self._state.sequences.values()):
             self._state.drop(sequence, Failure(FailureKind.CANCELLED, "the router has gone"))
+
+    def _on_peer_paired(self, event: PeerPaired) -> None:
+        self._state.peers[event.card.worker_id] = event.card
+        if event.bytes_per_s:
+            self._state.link_to(event.card.worker_id).measured_bytes_per_s = event.bytes_per_s
 
     def _on_peer_lost(self, event: PeerLost) -> None:
         card = self._state.peers.get(event.peer)

@@ -75,7 +75,7 @@ class Sending:
 
     def _tell_finish(self, source: HandoffSource) -> None:
         link = self._state.links.get(source.peer)
-        bytes_per_s = link.bytes_per_s if link is not None else 0.0
+        bytes_per_s = link.likely_bytes_per_s if link is not None else 0.0
         self._state.tell(source.peer, FinishPrefill(source.handoff_id, source.fence, source.first_token, bytes_per_s))
 
     def on_layers_computed(self, event: LayersComputed, rows: tuple[tuple[Sequence, int, int], ...]) -> None:

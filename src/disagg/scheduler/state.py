@@ -60,7 +60,7 @@ class SchedulerState:
         self.sequences: dict[HandoffId, Sequence] = {}
         self.leases = Leases(self.sequences)
         self.peers: dict[WorkerId, WorkerCard] = {}
-        self.links: dict[WorkerId, LinkRate] = {}  # to paired peers that KV was sent to
+        self.links: dict[WorkerId, LinkRate] = {}  # to paired peers that were measured or that KV was sent to
         self.now_s = 0.0
         self.step_times = StepTimes()
         self.tenants = TenantService()
@@ -201,7 +201,11 @@ class SchedulerState:
     def observe_link(self, peer: WorkerId, num_bytes: int, sent_s: float) -> None:
         """A push to a peer is verified."""
         if peer in self.peers:
-            self.links.setdefault(peer, LinkRate()).observe(num_bytes, sent_s, self.now_s)
+            self.link_to(peer).observe(num_bytes, sent_s, self.now_s)
+
+    def link_to(self, peer: WorkerId) -> LinkRate:
+        """What is known of the way to a paired peer; begun here."""
+        return self.links.setdefault(peer, LinkRate())
 
     # --- room --------------------------------------------------------------------------------------------------
 

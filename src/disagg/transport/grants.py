@@ -15,7 +15,7 @@ import msgspec
 
 from disagg.core.errors import InternalFault
 from disagg.core.ids import WorkerId
-from disagg.kvcache.memory import Landing, Segment
+from disagg.kvcache.memory import Segment
 from disagg.transport.api import GrantFenced, WriteLanded
 from disagg.transport.capability import shown
 from disagg.transport.outbox import Outbox
@@ -46,9 +46,9 @@ class AlreadyLanded(msgspec.Struct, frozen=True):
 
 
 class Arrival(NamedTuple):
-    """The bytes of a visit where they landed, and their sum as found here and as told by the writer."""
+    """All bytes of a visit are here: how to commit them, and their sum as found here and as told by the writer."""
 
-    landing: Landing
+    commit: Callable[[], None]
     found: int
     told: int
 
@@ -162,13 +162,13 @@ class GrantTable:
         """
         landed, wrong = False, None
         try:
-            landing, found, told = arrive()
+            commit, found, told = arrive()
             if found != told:
                 wrong = f"write {visit.number} is here with checksum {found:08x}, not {told:08x}; resend it"
                 return wrong
             if not self.can_commit(visit):
                 return f"key {shown(visit.key)} was revoked while write {visit.number} was under way"
-            landing.commit()
+            commit()
             landed = True
             return None
         finally:

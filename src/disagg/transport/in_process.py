@@ -359,7 +359,7 @@ class InProcessReceiver:
             copy_views(source, buffers)
             # A copy in memory is whole; it is summed only where a fault hook spoils it.
             found, told = (_spoil(buffers), _checksum(source)) if corrupts else (0, 0)
-            return Arrival(landing, found, told)
+            return Arrival(landing.commit, found, told)
 
         self.is_visited = True
         try:

@@ -11,7 +11,7 @@ import threading
 
 from disagg.core.errors import PeerLost, ProtocolViolation
 
-MAX_MESSAGE_BYTES = 1 << 20  # about 80,000 segments
+MAX_MESSAGE_BYTES = 1 << 20  # 65,000 segments
 
 _LENGTH = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid

@@ -9,7 +9,6 @@ get it back.
 """
 
 import contextlib
-import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ import xxhash
 
 from disagg.core.errors import InternalFault
 from disagg.kvcache.memory import MappableMemory, Segment
-from disagg.transport.segments import copy_views, total_bytes
+from disagg.transport.segments import SegmentArray, copy_views
 
 WINDOW_BYTES = 256 << 10
 PROGRESS_BYTES = 2 << 20
@@ -61,11 +60,10 @@ class MappedArena:
 
 
 class _Pieces(msgspec.Struct, frozen=True):
-    """Runs of equal length in two arenas (or one), as arrays of offsets."""
+    """Runs of equal length in one or several arenas, as arrays."""
 
-    source: _Ints
-    destination: _Ints
     lengths: _Ints
+    offsets: tuple[_Ints, ...]  # in each arena
 
     @property
     def row_bytes(self) -> int:
@@ -73,46 +71,58 @@ class _Pieces(msgspec.Struct, frozen=True):
         num_pieces = len(self.lengths)
         if num_pieces < 2 or int(self.lengths.sum()) >= num_pieces * LONG_RUN_BYTES:
             return 0
-        size = int(np.gcd.reduce(np.concatenate((self.source, self.destination, self.lengths))))
+        size = int(np.gcd.reduce(np.concatenate((self.lengths, *self.offsets))))
         return size if MIN_ROW_BYTES <= size <= WINDOW_BYTES else 0
 
 
-def copy_runs(
-    source: Bytes,
-    source_runs: Sequence[Segment],
-    destination: Bytes,
-    destination_runs: Sequence[Segment],
-    on_progress: Callable[[int], None] = lambda num_bytes: None,
-) -> int:
-    """Copy runs of equal total, however each side is cut. Returns the XXH3 of the bytes in order.
+class RunCopy:
+    """A copy between two mapped arenas: runs of equal total, however each side is cut.
 
-    `on_progress` is told, from time to time before the end, how many of the first bytes are in place.
+    Made while its permit is on the way: all that costs something per run is done then.
     """
-    digest = xxhash.xxh3_64()
-    num_bytes = told = 0
-    for window in _copy_windows(source, destination, _paired(source_runs, destination_runs)):
-        digest.update(window.data)
-        if num_bytes - told >= PROGRESS_BYTES:  # of the windows before: this one need not be in place yet
-            told = num_bytes
-            on_progress(told)
-        num_bytes += window.nbytes
-    return digest.intdigest()
+
+    def __init__(
+        self, source: Bytes, source_runs: Sequence[Segment], destination: Bytes, destination_runs: Sequence[Segment]
+    ) -> None:
+        """Raises InternalFault for unequal totals."""
+        pieces = _paired(SegmentArray.of(source_runs), SegmentArray.of(destination_runs))
+        if size := pieces.row_bytes:
+            rows = [_rows(offsets, pieces.lengths, size) for offsets in pieces.offsets]
+            self._windows = _copy_rows(_table(source, size), rows[0], _table(destination, size), rows[1])
+        else:
+            self._windows = _copy_one_by_one(source, destination, pieces)
+
+    def run(self, on_progress: Callable[[int], None] = lambda num_bytes: None) -> int:
+        """Copy, once. Returns the XXH3 of the bytes in order.
+
+        `on_progress` is told, from time to time before the end, how many of the first bytes are in place.
+        """
+        digest = xxhash.xxh3_64()
+        num_bytes = told = 0
+        for window in self._windows:
+            digest.update(window.data)
+            if num_bytes - told >= PROGRESS_BYTES:  # of the windows before: this one need not be in place yet
+                told = num_bytes
+                on_progress(told)
+            num_bytes += window.nbytes
+        return digest.intdigest()
 
 
-def _copy_windows(source: Bytes, destination: Bytes, pieces: _Pieces) -> Iterator[Bytes]:
+def _copy_rows(table: Bytes, wanted: _Ints, target: Bytes, places: _Ints) -> Iterator[Bytes]:
     """Yields each window of bytes, in order, while it is in cache."""
-    if size := pieces.row_bytes:
-        table, target = _table(source, size), _table(destination, size)
-        wanted, places = _rows(pieces.source, pieces.lengths, size), _rows(pieces.destination, pieces.lengths, size)
-        per_window = WINDOW_BYTES // size
-        scratch = np.empty((per_window, size), np.uint8)
-        for at in range(0, len(wanted), per_window):
-            window = scratch[: len(wanted) - at]
-            np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
-            yield window
-            target[places[at : at + per_window]] = window
-        return
-    for start, place, length in zip(*_plain(pieces), strict=True):
+    per_window = WINDOW_BYTES // table.shape[1]
+    scratch = np.empty((per_window, table.shape[1]), np.uint8)
+    for at in range(0, len(wanted), per_window):
+        window = scratch[: len(wanted) - at]
+        np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
+        yield window
+        target[places[at : at + per_window]] = window
+
+
+def _copy_one_by_one(source: Bytes, destination: Bytes, pieces: _Pieces) -> Iterator[Bytes]:
+    """The same for long runs, and for odd ones."""
+    starts, places = pieces.offsets
+    for start, place, length in zip(starts.tolist(), places.tolist(), pieces.lengths.tolist(), strict=True):
         for at in range(0, length, WINDOW_BYTES):
             stop = min(at + WINDOW_BYTES, length)
             destination[place + at : place + stop] = source[start + at : start + stop]
@@ -134,26 +144,34 @@ class RunSum:
 
     def __init__(self, arena: Bytes, runs: Sequence[Segment]) -> None:
         self._digest = xxhash.xxh3_64()
-        self._windows = self._sum_windows(arena, _paired(runs, runs))
-        self._next_bytes = next(self._windows, 0)  # of the window to be summed next; 0 at the end
+        self._windows = self._sum_windows(arena, runs)
+        self._next_bytes: int | None = None  # of the window to be summed next; 0 at the end
         self._num_bytes = 0
+
+    def prepare(self) -> None:
+        """Do what costs something per run, if it is not done yet."""
+        if self._next_bytes is None:
+            self._next_bytes = next(self._windows, 0)
 
     def advance(self, num_bytes: int) -> None:
         """The first `num_bytes` are in place: sum all windows that end there or before."""
+        self.prepare()
         while self._next_bytes and self._num_bytes + self._next_bytes <= num_bytes:
             self._num_bytes += self._next_bytes
             self._next_bytes = next(self._windows, 0)
 
     def finish(self) -> int:
         """All are in place."""
+        self.prepare()
         while self._next_bytes:
             self.advance(self._num_bytes + self._next_bytes)
         return self._digest.intdigest()
 
-    def _sum_windows(self, arena: Bytes, pieces: _Pieces) -> Iterator[int]:
+    def _sum_windows(self, arena: Bytes, runs: Sequence[Segment]) -> Iterator[int]:
         """Yields the size of each window before it is summed."""
-        if size := pieces.row_bytes:
-            table, wanted = _table(arena, size), _rows(pieces.source, pieces.lengths, size)
+        offsets, lengths = _columns(SegmentArray.of(runs))
+        if size := _Pieces(lengths, (offsets,)).row_bytes:
+            table, wanted = _table(arena, size), _rows(offsets, lengths, size)
             per_window = WINDOW_BYTES // size
             scratch = np.empty((per_window, size), np.uint8)
             for at in range(0, len(wanted), per_window):
@@ -162,41 +180,40 @@ class RunSum:
                 np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
                 self._digest.update(window.data)
             return
-        for start, _, length in zip(*_plain(pieces), strict=True):
+        for start, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
             for at in range(start, start + length, WINDOW_BYTES):
                 window = arena[at : min(at + WINDOW_BYTES, start + length)]
                 yield window.nbytes
                 self._digest.update(window.data)
 
 
-def _paired(source: Sequence[Segment], destination: Sequence[Segment]) -> _Pieces:
+def _paired(source: SegmentArray, destination: SegmentArray) -> _Pieces:
     """Cut both sides wherever one is cut."""
-    if total_bytes(source) != total_bytes(destination):
-        raise InternalFault(f"{total_bytes(source)} bytes for runs of {total_bytes(destination)}; they must be equal")
-    ours, theirs = _columns(source), _columns(destination)
-    if np.array_equal(ours[:, 1], theirs[:, 1]):
-        return _Pieces(ours[:, 0], theirs[:, 0], ours[:, 1])
+    if source.num_bytes != destination.num_bytes:
+        raise InternalFault(f"{source.num_bytes} bytes for runs of {destination.num_bytes}; they must be equal")
+    (ours, our_lengths), (theirs, their_lengths) = _columns(source), _columns(destination)
+    if np.array_equal(our_lengths, their_lengths):
+        return _Pieces(our_lengths, (ours, theirs))
     # Positions in the byte stream where some run starts, on either side.
-    starts, their_starts = (np.cumsum(side[:, 1]) - side[:, 1] for side in (ours, theirs))
-    total = int(ours[:, 1].sum())
-    edges = np.union1d(starts, their_starts)
+    our_starts, their_starts = (np.cumsum(lengths) - lengths for lengths in (our_lengths, their_lengths))
+    total = int(our_lengths.sum())
+    edges = np.union1d(our_starts, their_starts)
     edges = edges[edges < total]
-    lengths = np.diff(edges, append=total)
-    return _Pieces(_offsets(ours, starts, edges), _offsets(theirs, their_starts, edges), lengths)
+    offsets = _offsets(ours, our_starts, edges), _offsets(theirs, their_starts, edges)
+    return _Pieces(np.diff(edges, append=total), offsets)
 
 
-def _offsets(columns: _Ints, starts: _Ints, edges: _Ints) -> _Ints:
+def _offsets(offsets: _Ints, starts: _Ints, edges: _Ints) -> _Ints:
     """Where in the arena each position of the byte stream lies."""
     run = np.searchsorted(starts, edges, side="right") - 1
-    found: _Ints = columns[run, 0] + edges - starts[run]
+    found: _Ints = offsets[run] + edges - starts[run]
     return found
 
 
-def _columns(runs: Sequence[Segment]) -> _Ints:
-    """[number of non-empty runs, 2]: offset, length."""
-    flat = np.fromiter(itertools.chain.from_iterable(runs), np.int64, 2 * len(runs))
-    columns = flat.reshape(-1, 2)
-    return columns[columns[:, 1] > 0]
+def _columns(runs: SegmentArray) -> tuple[_Ints, _Ints]:
+    """Offsets and lengths of the runs that are not empty."""
+    filled = runs.values[runs.values[:, 1] > 0]
+    return filled[:, 0], filled[:, 1]
 
 
 def _table(arena: Bytes, size: int) -> Bytes:
@@ -209,7 +226,3 @@ def _rows(offsets: _Ints, lengths: _Ints, size: int) -> _Ints:
     counts = lengths // size
     before = np.cumsum(counts) - counts
     return np.repeat(offsets // size - before, counts) + np.arange(int(counts.sum()))
-
-
-def _plain(pieces: _Pieces) -> tuple[list[int], list[int], list[int]]:
-    return pieces.source.tolist(), pieces.destination.tolist(), pieces.lengths.tolist()

@@ -4,19 +4,68 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from operator import itemgetter
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
+from disagg.core.errors import ProtocolViolation
 from disagg.kvcache.memory import Segment
 
 _length_of = itemgetter(1)  # twice as fast as the attribute
 MANY_SEGMENTS = 64  # from here on arrays are faster than a loop
+_PACKED = np.dtype("<i8")  # on the wire
+
+
+class SegmentArray(Sequence[Segment]):
+    """Segments as one array: for arithmetic on many of them, and for a wire that costs nothing per segment."""
+
+    def __init__(self, values: npt.NDArray[np.int64]) -> None:
+        """values [number, 2]: offset, length."""
+        self.values = values
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> "SegmentArray":
+        """Raises OverflowError for numbers of more than 64 bits."""
+        if isinstance(segments, SegmentArray):
+            return segments
+        flat = np.fromiter(chain.from_iterable(segments), np.int64, 2 * len(segments))
+        return cls(flat.reshape(-1, 2))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "SegmentArray":
+        """What pack() has made. Raises ProtocolViolation."""
+        if len(data) % (2 * _PACKED.itemsize):
+            raise ProtocolViolation(f"{len(data)} bytes are no whole segments of {2 * _PACKED.itemsize} bytes")
+        return cls(np.frombuffer(data, _PACKED).astype(np.int64, copy=False).reshape(-1, 2))
+
+    def pack(self) -> bytes:
+        return self.values.astype(_PACKED, copy=False).tobytes()
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.values[:, 1].sum())
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @overload
+    def __getitem__(self, index: int) -> Segment: ...
+    @overload
+    def __getitem__(self, index: slice) -> "SegmentArray": ...
+    def __getitem__(self, index: int | slice) -> "Segment | SegmentArray":
+        if isinstance(index, slice):
+            return SegmentArray(self.values[index])
+        offset, length = self.values[index].tolist()
+        return Segment(offset, length)
+
+    def __iter__(self) -> Iterator[Segment]:
+        return (Segment(offset, length) for offset, length in self.values.tolist())
 
 
 def total_bytes(segments: Iterable[Segment]) -> int:
     """Sum of the segments' lengths."""
-    return sum(map(_length_of, segments))
+    return segments.num_bytes if isinstance(segments, SegmentArray) else sum(map(_length_of, segments))
 
 
 class SegmentSet:
@@ -67,10 +116,10 @@ class SegmentSet:
         if not self._starts:
             return False
         try:
-            flat = np.fromiter(chain.from_iterable(segments), np.int64, 2 * len(segments))
+            values = SegmentArray.of(segments).values
         except OverflowError:  # no such arena
             return False
-        offsets, lengths = flat[::2], flat[1::2]
+        offsets, lengths = values[:, 0], values[:, 1]
         if self._edges is None:
             self._edges = np.array(self._starts, np.int64), np.array(self._stops, np.int64)
         starts, stops = self._edges

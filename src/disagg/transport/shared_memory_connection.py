@@ -17,7 +17,8 @@ from disagg.core.errors import InternalFault, PeerFault, PeerLost, ProtocolViola
 from disagg.kvcache.memory import Memory
 from disagg.transport.link import Answered, Connection, Permitted
 from disagg.transport.local_stream import LocalStream, abstract_address, peer_pid
-from disagg.transport.runs import Bytes, MappedArena, copy_buffers, copy_runs
+from disagg.transport.runs import Bytes, MappedArena, RunCopy, copy_buffers
+from disagg.transport.segments import SegmentArray
 from disagg.transport.shared_memory_wire import (
     Admission,
     Answer,
@@ -55,7 +56,7 @@ class SharedMemoryConnection(Connection):
         arena: MappedArena,
         memory: Memory,
         source: Bytes | None,
-        stall_timeout_s: float,
+        config: SharedMemorySenderConfig,
     ) -> None:
         """`source` is the own arena where it is host memory; `memory` gathers what lies elsewhere."""
         super().__init__()
@@ -63,12 +64,22 @@ class SharedMemoryConnection(Connection):
         self._arena = arena
         self._memory = memory
         self._source = source
-        self._stall_timeout_s = stall_timeout_s
+        self._config = config
+        self._copies: dict[int, RunCopy] = {}  # prepared, by ticket
         self._progress_s = time.monotonic()  # when something was last said, by either end
 
     def ask(self, ticket: Ticket) -> None:
-        write = ticket.write
-        self.say(Request(ticket.number, write.key, write.number, write.tag, write.destination, ticket.num_bytes))
+        write, number = ticket.write, ticket.number
+        try:
+            destination = SegmentArray.of(write.destination)
+        except OverflowError as error:
+            raise ProtocolViolation(f"no arena has such segments: {error}") from error
+        self.say(Request(number, write.key, write.number, write.tag, destination.pack(), ticket.num_bytes))
+        # While the owner reads that. Few are kept: a write whose preparations are gone is copied the slower way.
+        self._copies.pop(number - self._config.max_ahead, None)
+        source = SegmentArray.of(write.source)
+        if self._source is not None and (source.values[:, 0] < self._source.nbytes).all():
+            self._copies[number] = RunCopy(self._source, source, self._arena.bytes, destination)
 
     def withdraw(self, number: int) -> None:
         self.say(Withdrawal(number))
@@ -78,17 +89,16 @@ class SharedMemoryConnection(Connection):
 
     def copy(self, ticket: Ticket) -> int:
         """The sum of the bytes, which lie in the peer's arena now."""
-        write, source = ticket.write, self._source
 
         def tell(num_bytes: int) -> None:
             self.say(Progress(ticket.number, num_bytes))
 
-        if source is not None and all(offset < source.nbytes for offset, _ in write.source):
-            return copy_runs(source, write.source, self._arena.bytes, write.destination, tell)
-        views = self._memory.gather(write.source)
+        if (prepared := self._copies.pop(ticket.number, None)) is not None:
+            return prepared.run(tell)
+        views = self._memory.gather(ticket.write.source)
         if sum(view.nbytes for view in views) != ticket.num_bytes:
             raise InternalFault("memory gathered other than the bytes that were asked for")
-        return copy_buffers(views, self._arena.bytes, write.destination)
+        return copy_buffers(views, self._arena.bytes, ticket.write.destination)
 
     def say(self, message: Request | Progress | Copied | Withdrawal) -> None:
         """Raises PeerFault."""
@@ -100,8 +110,8 @@ class SharedMemoryConnection(Connection):
             body = self._stream.receive()
             if body is not None:
                 break
-            if is_due() and time.monotonic() - self._progress_s >= self._stall_timeout_s:
-                raise PeerLost(f"the peer answered nothing for {self._stall_timeout_s} s")
+            if is_due() and time.monotonic() - self._progress_s >= self._config.stall_timeout_s:
+                raise PeerLost(f"the peer answered nothing for {self._config.stall_timeout_s} s")
         self._progress_s = time.monotonic()
         match decode_owner(body):
             case Permit(ticket):
@@ -117,6 +127,7 @@ class SharedMemoryConnection(Connection):
             self._stream.send(encode(Farewell()))
         self._stream.stop_receiving()
         join()
+        self._copies.clear()  # they refer to the arena
         self._stream.close()
         self._arena.close()
 
@@ -165,6 +176,6 @@ def open_shared_memory(
     """A link's connection, admitted. Raises PeerFault, OSError."""
     stream, arena = dial_owner(endpoint, greeting, config.connect_timeout_s)
     stream.set_timeouts(config.stall_timeout_s, config.connect_timeout_s)
-    connection = SharedMemoryConnection(stream, arena, memory, source, config.stall_timeout_s)
+    connection = SharedMemoryConnection(stream, arena, memory, source, config)
     register(connection)
     return connection

@@ -10,7 +10,8 @@ from disagg.core.errors import PeerLost, ProtocolViolation
 from disagg.engine.sealed_memory import SealedMemory
 from disagg.kvcache.memory import Segment
 from disagg.transport.local_stream import LocalStream
-from disagg.transport.runs import MappedArena, RunSum, copy_runs
+from disagg.transport.runs import MappedArena, RunCopy, RunSum
+from disagg.transport.segments import SegmentArray
 from disagg.transport.shared_memory_wire import (
     PROBE_BYTES,
     Admission,
@@ -37,15 +38,15 @@ class Copies:
 
     def exchange(self, num_bytes: int) -> None:
         """One copy and its answer. Raises PeerFault."""
-        number, runs = self._number, (Segment(0, num_bytes),)
+        number, runs = self._number, SegmentArray.of((Segment(0, num_bytes),))
         self._number += 1
-        self._stream.send(encode(Request(number, PROBE, number, b"", runs, num_bytes)))
+        self._stream.send(encode(Request(number, PROBE, number, b"", runs.pack(), num_bytes)))
         self._hear(Permit(number))
 
         def tell(num_done: int) -> None:
             self._stream.send(encode(Progress(number, num_done)))
 
-        checksum = copy_runs(self._source, runs, self._arena.bytes, runs, tell)
+        checksum = RunCopy(self._source, runs, self._arena.bytes, runs).run(tell)
         self._stream.send(encode(Copied(number, checksum)))
         self._hear(Answer(number, None))
 
@@ -69,7 +70,7 @@ def answer_probe(stream: LocalStream) -> None:
     while (body := stream.receive()) is not None:
         match decode_writer(body):
             case Request(ticket, _, _, _, destination, num_bytes) if num_bytes <= PROBE_BYTES:
-                summing = RunSum(scratch.array, _inside(destination))
+                summing = RunSum(scratch.array, _inside(SegmentArray.unpack(destination)))
                 stream.send(encode(Permit(ticket)))
             case Progress(_, num_bytes) if summing is not None:
                 summing.advance(num_bytes)
@@ -80,7 +81,7 @@ def answer_probe(stream: LocalStream) -> None:
                 raise ProtocolViolation(f"{type(message).__name__} from a writer that only measures")
 
 
-def _inside(runs: tuple[Segment, ...]) -> tuple[Segment, ...]:
+def _inside(runs: SegmentArray) -> SegmentArray:
     if any(offset < 0 or length < 0 or offset + length > PROBE_BYTES for offset, length in runs):
         raise ProtocolViolation(f"a copy that measures stays within {PROBE_BYTES} bytes")
     return runs

@@ -36,6 +36,7 @@ from disagg.transport.grants import Arrival, GrantTable, Refused, Visit
 from disagg.transport.local_stream import abstract_address
 from disagg.transport.outbox import Outbox
 from disagg.transport.runs import RunSum, whole_arena
+from disagg.transport.segments import SegmentArray
 from disagg.transport.shared_memory_probe import answer_probe
 from disagg.transport.shared_memory_wire import (
     Admission,
@@ -261,14 +262,16 @@ class SharedMemoryReceiver:
             raise ProtocolViolation(f"ticket {request.ticket} is open already, or {MAX_TICKETS} are")
         if any(p.visit.key == request.key and p.visit.number == request.number for p in writer.permitted.values()):
             raise ProtocolViolation(f"write {request.number} is under way; it could land twice")
+        destination = SegmentArray.unpack(request.destination)
         eject = partial(self._enforce, writer, sender, request.key)
         entry = self._grants.enter(
-            sender, request.key, request.number, request.tag, request.destination, request.num_bytes, eject
+            sender, request.key, request.number, request.tag, destination, request.num_bytes, eject
         )
         if isinstance(entry, Visit):
-            summing = RunSum(self._arena, request.destination)
-            writer.permitted[request.ticket] = PermittedWrite(entry, request.destination, summing)
+            summing = RunSum(self._arena, destination)
+            writer.permitted[request.ticket] = PermittedWrite(entry, summing)
             writer.say(Permit(request.ticket))
+            summing.prepare()  # while the writer begins to copy
         else:
             writer.say(Answer(request.ticket, clip(entry.reason) if isinstance(entry, Refused) else None))
 
@@ -282,8 +285,8 @@ class SharedMemoryReceiver:
         """Sum the bytes as they lie. Returns why they did not land, or None."""
 
         def arrive() -> Arrival:
-            landing = self._memory.landing(permitted.destination)
-            return Arrival(landing, permitted.summing.finish(), told)
+            # The bytes are part of the arena since they were written: nothing is left to be put there.
+            return Arrival(self._memory.landing(()).commit, permitted.summing.finish(), told)
 
         return self._grants.settle(permitted.visit, arrive)
 

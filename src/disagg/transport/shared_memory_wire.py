@@ -22,7 +22,6 @@ import msgspec
 
 from disagg.core.errors import ProtocolViolation
 from disagg.core.ids import Incarnation, WorkerId
-from disagg.kvcache.memory import Segment
 from disagg.transport.sharing import SECRET_BYTES
 from disagg.transport.wire import MAX_KEY_BYTES, MAX_REASON_CHARS, MAX_WORKER_ID_CHARS
 
@@ -49,7 +48,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag="request"):
     key: Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
     number: _Count
     tag: bytes
-    destination: tuple[Segment, ...]
+    destination: bytes  # segments, as SegmentArray packs them
     num_bytes: _Count
 
 

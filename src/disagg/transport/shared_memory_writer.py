@@ -6,12 +6,10 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from disagg.core.errors import PeerLost
 from disagg.core.ids import WorkerId
-from disagg.kvcache.memory import Segment
 from disagg.transport.grants import Visit
 from disagg.transport.local_stream import LocalStream, open_peer_pidfd, peer_pid
 from disagg.transport.runs import RunSum
@@ -28,7 +26,6 @@ class PermittedWrite(NamedTuple):
     """A write that may be under way, and the sum of its bytes so far."""
 
     visit: Visit
-    destination: Sequence[Segment]
     summing: RunSum
 
 

@@ -64,17 +64,18 @@ class Stream:
     def send_frame(self, head: bytes, groups: Iterable[Sequence[memoryview]], seed: int | None) -> int:
         """Send an encoded header and its payload; the trailer must follow by send_trailer().
 
-        The header goes out at once: the receiver prepares while the first group is made. Returns the payload's XXH3
-        under `seed`; with None nothing is summed and 0 returned. Raises PeerLost, and what making a group raises.
+        The header goes out at once: the receiver prepares while the first group is made. Bytes are summed once they
+        are sent: by then they are in the cache, and the peer is at work. Returns the payload's XXH3 under `seed`; with
+        None nothing is summed and 0 returned. Raises PeerLost, and what making a group raises.
         """
         self._send_all([memoryview(head)], 0)
         digest = None if seed is None else xxhash.xxh3_64(seed=seed)
         for views in groups:
             for batch in batches(views, max_bytes=BATCH_BYTES, max_views=MAX_VIEWS):
+                self._send_all(batch, _MSG_MORE)
                 if digest is not None:
                     for view in batch:
                         digest.update(view)
-                self._send_all(batch, _MSG_MORE)
         return digest.intdigest() if digest is not None else 0
 
     def send_trailer(self, trailer: bytes) -> None:
@@ -97,14 +98,18 @@ class Stream:
             self._fill([memoryview(data)])
         return data
 
-    def receive_into(self, views: Sequence[memoryview], seed: int | None) -> int:
-        """Fill the views in order; returns their XXH3 under `seed` (0 with None). Raises PeerLost."""
+    def receive_into(self, groups: Iterable[Sequence[memoryview]], seed: int | None) -> int:
+        """Fill the views in order; returns their XXH3 under `seed` (0 with None).
+
+        Raises PeerLost, and what making a group raises.
+        """
         digest = None if seed is None else xxhash.xxh3_64(seed=seed)
-        for batch in batches(views, max_bytes=BATCH_BYTES, max_views=MAX_VIEWS):
-            self._fill(batch)
-            if digest is not None:
-                for view in batch:
-                    digest.update(view)
+        for views in groups:
+            for batch in batches(views, max_bytes=BATCH_BYTES, max_views=MAX_VIEWS):
+                self._fill(batch)
+                if digest is not None:
+                    for view in batch:
+                        digest.update(view)
         return digest.intdigest() if digest is not None else 0
 
     def drain(self, num_bytes: int, seed: int | None = None) -> int:

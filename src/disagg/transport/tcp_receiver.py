@@ -43,6 +43,7 @@ from disagg.transport.capability import (
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.grants import AlreadyLanded, Arrival, GrantTable, Refused, Visit
 from disagg.transport.outbox import Outbox
+from disagg.transport.parted_landing import PartedLanding
 from disagg.transport.stream import Stream
 from disagg.transport.tls_stream import TlsRefused, TlsStream
 from disagg.transport.wire import (
@@ -326,8 +327,8 @@ class TcpReceiver:
         """Receive one granted payload. Returns why it did not land, or None."""
 
         def arrive() -> Arrival:
-            landing = self._memory.landing(header.destination)
-            found = stream.receive_into(landing.buffers, seed)
-            return Arrival(landing, found, decode_trailer(stream.receive_bytes(TRAILER_BYTES)))
+            landing = PartedLanding(self._memory, header.destination)
+            found = stream.receive_into(landing.groups(), seed)
+            return Arrival(landing.commit, found, decode_trailer(stream.receive_bytes(TRAILER_BYTES)))
 
         return self._grants.settle(visit, arrive)

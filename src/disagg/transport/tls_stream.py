@@ -14,7 +14,6 @@ from functools import partial
 from typing import TypeVar
 
 from disagg.core.errors import PeerLost
-from disagg.transport.segments import advance
 from disagg.transport.stream import Stream
 
 MAX_SEALED_BYTES = 256 << 10  # of plain bytes, before they are sent
@@ -67,20 +66,34 @@ class TlsStream(Stream):
                 self._flush(flags)
 
     def _fill(self, views: list[memoryview], may_be_silent: Callable[[], bool] = lambda: False) -> None:
+        views = [view for view in views if view.nbytes]
         while views:
             if self._is_shut:
                 raise PeerLost("the connection was shut on this side")
-            received = self._try(partial(self._open_into, views[0]), "receiving")
-            if received is None:
+            left = self._try(partial(self._open_into, views), "receiving")
+            if left is None:
                 self._receive_some(may_be_silent)
                 may_be_silent = _must_not_be_silent
-            elif received == 0:
-                raise PeerLost("the peer closed the connection")
             else:
-                views = advance(views, received)
+                views = left
 
-    def _open_into(self, view: memoryview) -> int:
-        return int(self._tls.read(view.nbytes, view))
+    def _open_into(self, views: list[memoryview]) -> list[memoryview]:
+        """Open what has arrived, record by record. What is left of the views; raises where nothing could be opened."""
+        read, view, at = self._tls.read, views[0], 0
+        opened = read(view.nbytes, view)
+        with contextlib.suppress(ssl.SSLWantReadError):  # that was all; the next call will say so again
+            while opened:
+                if opened == view.nbytes:
+                    at += 1
+                    if at == len(views):
+                        break
+                    view = views[at]
+                else:
+                    view = view[opened:]
+                opened = read(view.nbytes, view)
+        if not opened:
+            raise PeerLost("the peer closed the connection")
+        return [view, *views[at + 1 :]] if at < len(views) else []
 
     def _try(self, call: Callable[[], T], doing: str) -> T | None:
         """None when OpenSSL needs more bytes of the peer."""

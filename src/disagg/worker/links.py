@@ -247,6 +247,8 @@ class PeerLinks:
 
     async def _measure(self, link: _Link) -> None:
         link.way = await self._survey.measure(link.card, link.way)
+        if not link.lost.done():
+            self._worker.handle(PeerPaired(link.card, link.way.report.bytes_per_s))
 
     def _link_states(self) -> tuple[LinkState, ...]:
         return tuple(link.way.state for link in self._links.values())
@@ -257,7 +259,7 @@ class PeerLinks:
             self._let_go(previous, "replaced by a newer connection")
         link = self._links[card.worker_id] = _Link(card, channel, way)
         self._worker.attach_peer(card, channel.send, way.kind)
-        self._worker.handle(PeerPaired(card))
+        self._worker.handle(PeerPaired(card, way.report.bytes_per_s))
         channel.start(
             beat_interval_s=self._beat_interval_s,
             on_message=lambda message: self._worker.handle(PeerMessageReceived(card.worker_id, message)),

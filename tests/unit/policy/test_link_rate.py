@@ -21,8 +21,17 @@ def full_link(
     return now_s
 
 
-def test_nothing_is_known_before_anything_was_seen() -> None:
-    assert LinkRate().bytes_per_s == 0.0
+def test_nothing_is_known_before_anything_was_seen_or_measured() -> None:
+    rate = LinkRate()
+    assert (rate.bytes_per_s, rate.likely_bytes_per_s) == (0.0, 0.0)
+
+
+def test_what_was_measured_counts_until_something_was_learned() -> None:
+    rate = LinkRate()
+    rate.measured_bytes_per_s = 5e8
+    assert (rate.bytes_per_s, rate.likely_bytes_per_s) == (0.0, 5e8)
+    full_link(rate, 1e7, 1)
+    assert rate.likely_bytes_per_s == rate.bytes_per_s == pytest.approx(1e7)
 
 
 @pytest.mark.parametrize("bytes_per_s", [1e6, 125e6, 5e9])

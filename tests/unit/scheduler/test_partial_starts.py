@@ -156,18 +156,6 @@ def test_blocks_that_a_part_is_reading_are_not_exchanged_for_equal_ones() -> Non
     assert (solo.scheduler.is_idle, solo.num_used) == (True, 0)
 
 
-def test_the_source_tells_what_it_has_seen_of_the_link() -> None:
-    solo = Solo(Role.PREFILL)
-    solo.meet(Role.DECODE)
-    solo.start(0, Task.PREFILL, PROMPT)
-    solo.hear(solo.answer(0))
-    solo.layers(1)
-    solo.now_s += 2.0
-    solo.handle(events.WriteFinished(handoff(0), 0, None))
-    (message,) = to_peer(FinishPrefill, solo.finish_step())
-    assert message.bytes_per_s == pytest.approx(10 * 16 / 2.0)
-
-
 # --- why not -----------------------------------------------------------------------------------------------------
 
 

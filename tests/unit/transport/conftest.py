@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 import pytest
-from tests.unit.transport.rigs import InProcessRig, Rig, SharedMemoryRig, TcpRig, open_descriptors
+from tests.unit.transport.local_rigs import InProcessRig, SharedMemoryRig
+from tests.unit.transport.rigs import Rig, TcpRig, open_descriptors
 
 from disagg.channel.keys import Keys, load_keys
 from disagg.cluster.authority import make_keys

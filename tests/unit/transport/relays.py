@@ -166,9 +166,16 @@ class MessageRelay(PairRelay):
         self.address = f"{domain.name}/relay-{os.urandom(4).hex()}"
         self._held_tag: bytes | None = None
         self._is_holding = False
+        self._awaited_tag = b""
+        self._act: Callable[[], None] | None = None
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(abstract_address(self.address))
         super().__init__(listener, target)
+
+    def do_before(self, tag: str, act: Callable[[], None]) -> None:
+        """Once, before the next message of this kind goes on to the owner."""
+        with self._changed:
+            self._awaited_tag, self._act = tag.encode(), act
 
     def hold(self, tag: str) -> None:
         """Keep back the next message of this kind, and all after it, on their way to the owner."""
@@ -196,7 +203,10 @@ class MessageRelay(PairRelay):
     def _upstream(self, near: socket.socket, far: socket.socket) -> None:
         while (message := _read_message(near)) is not None:
             with self._changed:
-                if self._held_tag is not None and self._held_tag in message[: 4 + 2 + len(self._held_tag)]:
+                if self._act is not None and _is_of(message, self._awaited_tag):
+                    act, self._act = self._act, None
+                    act()
+                if self._held_tag is not None and _is_of(message, self._held_tag):
                     self._is_holding = True
                     self._changed.notify_all()
                 self._changed.wait_for(lambda: not self._is_holding)
@@ -213,6 +223,11 @@ class MessageRelay(PairRelay):
         while (message := _read_message(far)) is not None:
             if not (self.swallows_answers and b"answer" in message[:12]):
                 near.sendall(message)
+
+
+def _is_of(message: bytes, tag: bytes) -> bool:
+    """Whether a message, with its length before it, is of this kind."""
+    return tag in message[: 4 + 2 + len(tag)]
 
 
 def _read_message(sock: socket.socket) -> bytes | None:

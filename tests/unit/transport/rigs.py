@@ -111,21 +111,6 @@ class GatedMemory(BytesMemory):
         return super().landing(segments)
 
 
-class SpoiledMemory(SealedBytesMemory):
-    """Bytes of its next landing have changed since they were copied."""
-
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(num_bytes)
-        self.spoils_next = False
-
-    def landing(self, segments: Sequence[Segment]) -> BytesLanding | StagedLanding:
-        made = super().landing(segments)
-        if self.spoils_next:
-            self.spoils_next = False
-            made.buffers[0][0] ^= 0x10
-        return made
-
-
 class Rig(Protocol):
     """What the contract's tests need of a kind."""
 
@@ -201,6 +186,22 @@ def greet(sock: socket.socket, receiver: TcpReceiver, *, sender: WorkerId = RAW,
 def raw_header(key: bytes, nonce: bytes, number: int, destination: tuple[Segment, ...], num_bytes: int) -> FrameHeader:
     proof = frame_proof(key, nonce, number)
     return FrameHeader(grant_name(key), number, b"", destination, num_bytes, proof)
+
+
+@contextmanager
+def dialled(receiver: TcpReceiver) -> Iterator[socket.socket]:
+    host, _, port = receiver.endpoint.address.rpartition(":")
+    with socket.create_connection((host, int(port)), DEADLINE_S) as sock:
+        yield sock
+
+
+def is_closed_by_peer(sock: socket.socket) -> bool:
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    return True  # a socket timeout raises TimeoutError instead
 
 
 class LinkRig(ABC):
@@ -311,114 +312,6 @@ class TcpRig(LinkRig):
     def wait_held(self) -> None:
         self.relay.wait_held()
         assert self.gated.entered.wait(DEADLINE_S)
-
-
-class SharedMemoryRig(LinkRig):
-    """Both ends in one process."""
-
-    can_force_fence = False  # a process is ended by force, and this one is the test's own
-    relay: MessageRelay
-    receiver: SharedMemoryReceiver
-    sender: SharedMemorySender
-
-    def __init__(self) -> None:
-        self.domain = draw_domain()
-        self.source = SealedBytesMemory(data=pattern(ARENA_BYTES))
-        self.spoiled = SpoiledMemory(ARENA_BYTES)
-        self.target = self.spoiled
-        self.ended: list[int] = []  # pidfds of processes ended by force
-        super().__init__()
-
-    def _make_receiver(self, incarnation: Incarnation) -> SharedMemoryReceiver:
-        return SharedMemoryReceiver(
-            self.spoiled,
-            incarnation,
-            self.landed.post,
-            self.domain,
-            fence_timeout_s=FENCE_S,
-            end_writer=self.ended.append,
-        )
-
-    def _make_relay(self, target: str) -> MessageRelay:
-        return MessageRelay(self.domain, target)
-
-    def _make_sender(self, worker_id: WorkerId, own: Incarnation, log: EventLog) -> SharedMemorySender:
-        return SharedMemorySender(worker_id, self.source, log.post, self.domain)
-
-    def corrupt_next(self) -> None:
-        self.spoiled.spoils_next = True
-
-    def hold_next(self) -> None:
-        self.relay.hold("copied")
-
-    def wait_held(self) -> None:
-        self.relay.wait_held()
-
-    def close(self) -> None:
-        super().close()
-        assert not self.ended
-        vars(self).clear()  # the arenas are given back, which is checked next
-
-
-class InProcessRig:
-    can_force_fence = False  # a copy in memory can only be waited for
-    num_lanes = 1
-    is_encrypted = False
-
-    def __init__(self) -> None:
-        self.network = InProcessNetwork(threaded=True)
-        self.source = BytesMemory(data=pattern(ARENA_BYTES))
-        self.gated = GatedMemory(ARENA_BYTES)
-        self.target: BytesMemory = self.gated
-        self.sent, self.landed = EventLog(), EventLog()
-        self.receiver = self.network.receiver("decode", RECEIVER_INCARNATION, self.target, self.landed.post)
-        self.sender = self.network.sender(PREFILL, SENDER_INCARNATION, self.source, self.sent.post)
-        self.connect(self.sender)
-
-    def connect(self, sender: Sender, incarnation: Incarnation = RECEIVER_INCARNATION) -> None:
-        sender.connect(DECODE, Endpoint(TransportKind.IN_PROCESS, "decode"), incarnation)
-
-    def another_sender(self, worker_id: WorkerId, log: EventLog) -> Sender:
-        sender = self.network.sender(worker_id, Incarnation(33), self.source, log.post)
-        self.connect(sender)
-        return sender
-
-    def restart_receiver(self, incarnation: Incarnation) -> None:
-        self.receiver.close()
-        self.receiver = self.network.receiver("decode", incarnation, self.target, self.landed.post)
-
-    def corrupt_next(self) -> None:
-        self._once(Fault.CORRUPT)
-
-    def hold_next(self) -> None:
-        self.gated.entered.clear()
-        self.gated.gate.clear()
-
-    def wait_held(self) -> None:
-        assert self.gated.entered.wait(DEADLINE_S)
-
-    def release(self) -> None:
-        self.gated.gate.set()
-
-    def lose_next_answer(self) -> None:
-        self._once(Fault.CUT_AFTER_LANDING)
-
-    def cut(self) -> None:
-        """The hook has cut it already."""
-
-    def check_invariants(self) -> None:
-        self.network.check_invariants()
-        self.receiver.check_invariants()
-
-    def close(self) -> None:
-        self.release()
-        self.sender.close()
-        self.receiver.close()
-        self.network.close()
-
-    def _once(self, fault: Fault) -> None:
-        faults = [fault]
-        self.network.fault_hook = lambda write: faults.pop() if faults else Fault.NONE
 
 
 def pattern(num_bytes: int) -> bytes:

@@ -17,6 +17,7 @@ from tests.unit.transport.rigs import (
     SENDER_INCARNATION,
     EventLog,
     TcpRig,
+    dialled,
     greet,
     raw_header,
     raw_hello,
@@ -41,13 +42,6 @@ from disagg.transport.wire import FrameHeader, Item, checksum_of, encode, encode
 
 KEY = b"the destination's secret words"
 RUN = (Segment(0, 1000),)
-
-
-@contextmanager
-def dialled(receiver: TcpReceiver) -> Iterator[socket.socket]:
-    host, _, port = receiver.endpoint.address.rpartition(":")
-    with socket.create_connection((host, int(port)), DEADLINE_S) as sock:
-        yield sock
 
 
 def frame(header: FrameHeader, payload: bytes) -> bytes:

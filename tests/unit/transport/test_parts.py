@@ -1,12 +1,14 @@
 """The parts below both kinds: segments, grants, deadlines, the outbox."""
 
 import threading
+from itertools import chain
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.transport.rigs import DEADLINE_S, PREFILL
 
+from disagg.core.errors import ProtocolViolation
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory
 from disagg.transport import grants as grants_module
@@ -14,7 +16,16 @@ from disagg.transport.api import GrantFenced, TransportEvent, WriteLanded
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.grants import AlreadyLanded, GrantTable, LandedNumbers, Refused, Visit
 from disagg.transport.outbox import Outbox
-from disagg.transport.segments import SegmentSet, advance, batches, copy_views, grouped
+from disagg.transport.parted_landing import PART_SEGMENTS, PartedLanding
+from disagg.transport.segments import (
+    SegmentArray,
+    SegmentSet,
+    advance,
+    batches,
+    copy_views,
+    grouped,
+    total_bytes,
+)
 
 segment = st.builds(Segment, st.integers(0, 60), st.integers(1, 12))
 
@@ -33,6 +44,36 @@ def test_a_segment_set_contains_what_its_bytes_contain(granted: list[Segment], a
 @pytest.mark.parametrize("bad", [Segment(-1, 2), Segment(3, -1), Segment(0, 2**63), Segment(2**63, 1)])
 def test_odd_segments_are_outside(bad: Segment) -> None:
     assert SegmentSet([Segment(0, 100)]).first_outside([Segment(0, 100), bad]) == bad
+
+
+@given(st.lists(segment, max_size=80))
+def test_an_array_of_segments_is_those_segments(segments: list[Segment]) -> None:
+    array = SegmentArray.of(segments)
+    assert list(array) == list(SegmentArray.unpack(array.pack())) == segments
+    assert array.num_bytes == total_bytes(array) == total_bytes(segments)
+    assert [array[at] for at in range(len(array))] == segments
+    assert list(array[1:3]) == segments[1:3]
+    granted = SegmentSet([Segment(0, 50)])
+    assert granted.first_outside(array) == granted.first_outside(segments)
+
+
+def test_bytes_that_are_no_whole_segments_and_numbers_that_no_arena_has_are_refused() -> None:
+    with pytest.raises(ProtocolViolation, match="17 bytes are no whole segments"):
+        SegmentArray.unpack(bytes(17))
+    with pytest.raises(OverflowError):
+        SegmentArray.of([Segment(2**63, 1)])
+
+
+@pytest.mark.parametrize("num_segments", [0, 1, PART_SEGMENTS, 2 * PART_SEGMENTS + 1])
+def test_a_landing_in_parts_lands_where_a_whole_one_would(num_segments: int) -> None:
+    memory = BytesMemory(2 * num_segments)
+    segments = tuple(Segment(2 * index, 1) for index in reversed(range(num_segments)))
+    landing = PartedLanding(memory, segments)
+    for number, view in enumerate(chain.from_iterable(landing.groups())):
+        view[:] = bytes([number % 251])
+    assert memory.num_commits == 0
+    landing.commit()
+    assert memory.read(segments) == bytes(number % 251 for number in range(num_segments))
 
 
 def test_negative_segments_cannot_be_granted() -> None:

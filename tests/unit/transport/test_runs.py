@@ -10,7 +10,7 @@ import xxhash
 from disagg.core.errors import InternalFault
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import SealedBytesMemory
-from disagg.transport.runs import Bytes, MappedArena, RunSum, copy_buffers, copy_runs
+from disagg.transport.runs import Bytes, MappedArena, RunCopy, RunSum, copy_buffers
 
 ARENA_BYTES = 1 << 20
 
@@ -53,7 +53,7 @@ def test_bytes_arrive_in_order_and_the_sum_is_that_of_the_bytes(
 ) -> None:
     source = np.frombuffer(random.Random(1).randbytes(ARENA_BYTES), np.uint8)
     target = np.zeros(ARENA_BYTES, np.uint8)
-    told = copy_runs(source, source_runs, target, destination_runs)
+    told = RunCopy(source, source_runs, target, destination_runs).run()
     sent = b"".join(source[offset : offset + length].tobytes() for offset, length in source_runs)
     assert b"".join(target[offset : offset + length].tobytes() for offset, length in destination_runs) == sent
     assert told == xxhash.xxh3_64_intdigest(sent) == sum_runs(target, destination_runs)
@@ -80,7 +80,7 @@ def test_a_flipped_bit_changes_the_sum() -> None:
 def test_unequal_totals_are_refused() -> None:
     arena = np.zeros(100, np.uint8)
     with pytest.raises(InternalFault, match="equal"):
-        copy_runs(arena, (Segment(0, 10),), arena, (Segment(0, 11),))
+        RunCopy(arena, (Segment(0, 10),), arena, (Segment(0, 11),))
 
 
 def test_a_mapped_arena_is_the_same_bytes_and_must_be_as_long_as_told() -> None:
@@ -110,7 +110,7 @@ def test_what_is_told_to_be_in_place_is_in_place_and_can_be_summed_early(unit: i
             assert np.array_equal(target[offset : offset + length], source[offset : offset + length])
         summing.advance(num_done)
 
-    total = copy_runs(source, runs, target, runs, note)
+    total = RunCopy(source, runs, target, runs).run(note)
     assert told == sorted(told)
     assert len(told) >= 4
     assert summing.finish() == total == sum_runs(source, runs)

@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import msgspec
 import pytest
+from tests.unit.transport.local_rigs import SharedMemoryRig
 from tests.unit.transport.rigs import (
     ARENA_BYTES,
     DEADLINE_S,
@@ -20,7 +22,6 @@ from tests.unit.transport.rigs import (
     PREFILL,
     RECEIVER_INCARNATION,
     EventLog,
-    SharedMemoryRig,
     write_of,
 )
 
@@ -31,6 +32,7 @@ from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory, SealedBytesMemory
 from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded, WritesStopped
 from disagg.transport.local_stream import MAX_MESSAGE_BYTES, abstract_address
+from disagg.transport.segments import SegmentArray
 from disagg.transport.shared_memory_connection import SharedMemorySenderConfig
 from disagg.transport.shared_memory_receiver import MAX_TICKETS, SharedMemoryReceiver
 from disagg.transport.shared_memory_sender import SharedMemorySender
@@ -106,7 +108,8 @@ def raw_writer(rig: SharedMemoryRig) -> Iterator[RawWriter]:
 
 
 def request(ticket: int, number: int = 0, destination: Sequence[Segment] = BIG, key: bytes = KEY) -> Request:
-    return Request(ticket, key, number, b"", tuple(destination), sum(length for _, length in destination))
+    runs = SegmentArray.of(destination)
+    return Request(ticket, key, number, b"", runs.pack(), runs.num_bytes)
 
 
 def assert_still_serves(rig: SharedMemoryRig, number: int, key: bytes = b"served") -> None:
@@ -270,7 +273,7 @@ def test_a_connection_that_ends_without_farewell_fences_nothing_while_its_proces
         assert shared.landed.wait(GrantFenced) == [GrantFenced(KEY)]
 
 
-@pytest.mark.parametrize("case", ["unknown ticket", "ticket twice", "write twice", "too many"])
+@pytest.mark.parametrize("case", ["unknown ticket", "ticket twice", "write twice", "too many", "no segments"])
 def test_a_writer_that_breaks_the_rules_is_heard_out_but_not_served(shared: SharedMemoryRig, case: str) -> None:
     shared.receiver.grant(RAW, KEY, WHOLE)
     with raw_writer(shared) as writer:
@@ -286,6 +289,7 @@ def test_a_writer_that_breaks_the_rules_is_heard_out_but_not_served(shared: Shar
             "ticket twice": request(1, 5),
             "write twice": request(2, 0),
             "too many": request(MAX_TICKETS + 1, 999),
+            "no segments": msgspec.structs.replace(request(2, 5), destination=bytes(17)),
         }
         writer.say(bad[case])
         assert writer.is_closed_by_peer()
@@ -381,11 +385,12 @@ def test_a_link_is_measured_in_memory_of_its_own(shared: SharedMemoryRig) -> Non
         request(1, destination=(Segment(0, PROBE_BYTES + 1),)),
         request(1, destination=(Segment(PROBE_BYTES, 1),)),
         request(1, destination=(Segment(-1, 1),)),
+        msgspec.structs.replace(request(1), destination=b"half a segment"),
         Copied(1, 0),
         Withdrawal(1),
         b"noise",
     ],
-    ids=["too many", "outside", "negative", "unasked", "withdrawn", "noise"],
+    ids=["too many", "outside", "negative", "no segments", "unasked", "withdrawn", "noise"],
 )
 def test_who_only_measures_can_do_nothing_else(shared: SharedMemoryRig, message: WriterMessage | bytes) -> None:
     with raw_writer(shared) as writer:

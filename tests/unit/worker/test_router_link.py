@@ -41,96 +41,13 @@ from disagg.router.service import LiveService
 from disagg.testing.engine import expected_tokens
 from disagg.worker.links import RouterLink
 
-DECODER: msgspec.msgpack.Decoder[RouterToWorker] = msgspec.msgpack.Decoder(RouterToWorker)
-
+from tests.unit.worker.router_rigs import DECODER, ask, is_ready, linked, mixed_card, read, receive, register, service, token
 
 @pytest.fixture(autouse=True)
 async def no_socket_left() -> AsyncIterator[None]:
     before = open_descriptors()
     yield
     await until(lambda: open_descriptors() <= before)
-
-
-NUMBERS = itertools.count(5)
-
-
-@contextlib.asynccontextmanager
-async def service(port: int = 0, *, max_unplaced_s: float = 30.0) -> AsyncIterator[tuple[LiveService, str]]:
-    config = DispatcherConfig(
-        incarnation=Incarnation(next(NUMBERS)),  # as every process start has its own
-        tokenizer_digests={"fake": "tok"},
-        local_prefill_tokens=0,
-        recovery=RecoveryLimits(max_unplaced_s=max_unplaced_s),
-    )
-    made = LiveService(
-        Dispatcher(config),
-        beat_interval_s=2.5,
-    )
-    address = await made.listen("127.0.0.1", port)
-    try:
-        yield made, address
-    finally:
-        made.check_invariants()
-        await made.close()
-
-
-def is_ready(served: LiveService) -> bool:
-    return served.models()[0].is_ready
-
-
-def mixed_card(incarnation: int = 1, tokenizer: str = "tok", name: str = "m0") -> WorkerCard:
-    return WorkerCard(
-        worker_id=WorkerId(name),
-        incarnation=Incarnation(incarnation),
-        role=Role.MIXED,
-        pool=PoolCard("fake", "weights", tokenizer, Numerics.EXACT, VOCAB, max_context=256),
-        layout=layout(),
-        num_blocks=64,
-        control_address="127.0.0.1:1",
-        data_endpoints=(Endpoint(TransportKind.TCP, "127.0.0.1:1"),),
-    )
-
-
-async def register(address: str, card: WorkerCard) -> tuple[Channel[RouterToWorker], AnswerRegistration]:
-    """A worker that the test plays."""
-    channel = await dial(address, DECODER, timeout_s=DEADLINE_S)
-    channel.send(RegisterWorker(card))
-    answer = await channel.receive(DEADLINE_S)
-    assert isinstance(answer, AnswerRegistration), answer
-    return channel, answer
-
-
-async def receive(channel: Channel[RouterToWorker], kind: type) -> RouterToWorker:
-    while True:
-        message = await channel.receive(DEADLINE_S)
-        if isinstance(message, kind):
-            return message
-
-
-def ask(served: LiveService, max_tokens: int = 3, num_choices: int = 1) -> TokenStream:
-    return served.submit(GenerateRequest("fake", (1, 2, 3), SamplingParams(max_tokens, temperature=0.0), num_choices))
-
-
-async def read(stream: TokenStream) -> list[StreamEvent]:
-    async with asyncio.timeout(DEADLINE_S):
-        return [event async for event in stream.events()]
-
-
-def token(stream: TokenStream, position: int, choice: int = 0) -> EmittedToken:
-    return EmittedToken(SequenceId(stream.request_id, choice), position, 9)
-
-
-@contextlib.asynccontextmanager
-async def linked(made: Site, address: str) -> AsyncIterator[asyncio.Task[None]]:
-    """A real worker that keeps up its connection to a router."""
-    link = RouterLink(made.worker, made.peers, address, 2.5)
-    task = asyncio.create_task(link.run())
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-        await link.close()
 
 
 # --- real workers ------------------------------------------------------------------------------------------------
@@ -398,66 +315,3 @@ async def test_a_connection_that_was_replaced_is_closed() -> None:
             await new.close()
 
 
-# --- drains ------------------------------------------------------------------------------------------------------
-
-
-async def ask_drain(address: str, name: str) -> Failure | None:
-    """As an operator does."""
-    channel = await dial(address, DECODER, timeout_s=DEADLINE_S)
-    channel.send(RequestDrain(WorkerId(name)))
-    answer = await channel.receive(DEADLINE_S)
-    assert isinstance(answer, AnswerDrain)
-    await gone(channel)
-    await channel.close()
-    return answer.failure
-
-
-async def test_an_operators_drain_reaches_the_worker_and_ends_it_when_it_is_idle() -> None:
-    async with service() as (served, address), site("m", Role.MIXED) as made, linked(made, address):
-        await until(lambda: is_ready(served))
-        stream = ask(served, max_tokens=20)
-        ending = asyncio.create_task(made.worker.ended())
-        assert await ask_drain(address, "m") is None
-        answers = [event for event in await read(stream) if isinstance(event, TokensDelivered)]
-        assert sum(len(event.tokens) for event in answers) == 20
-        async with asyncio.timeout(DEADLINE_S):
-            await ending
-        assert made.worker.scheduler.is_idle
-        (worker,) = json.loads(served.cluster_json())["workers"]
-        assert (worker["worker_id"], worker["draining"]) == ("m", True)
-
-
-async def test_a_drain_of_nobody_names_those_who_are_there() -> None:
-    async with service() as (_, address):
-        failure = await ask_drain(address, "x")
-        assert failure is not None
-        assert failure.message == "no worker x is registered here; there is none"
-        channel, _ = await register(address, mixed_card())
-        failure = await ask_drain(address, "x")
-        assert failure is not None
-        assert failure.message == "no worker x is registered here; there is m0"
-        assert failure.kind is FailureKind.INVALID_REQUEST
-        await channel.close()
-
-
-async def test_a_worker_that_is_told_to_end_lets_its_router_know() -> None:
-    async with service() as (served, address), site("m", Role.MIXED) as made, linked(made, address):
-        await until(lambda: is_ready(served))
-        assert not made.worker.scheduler.is_draining
-        made.worker.drain()
-        made.worker.drain()
-        await until(lambda: not is_ready(served))
-        async with asyncio.timeout(DEADLINE_S):
-            await made.worker.ended()
-        waiting = ask(served)  # another worker may come
-        waiting.abort()
-
-
-async def test_a_fault_of_the_workers_own_ends_it_with_the_reason() -> None:
-    async with site("m", Role.MIXED) as made:
-        made.worker.handle(object())  # type: ignore[arg-type]
-        with pytest.raises(InternalFault, match="object could not be handled"):
-            async with asyncio.timeout(DEADLINE_S):
-                await made.worker.ended()
-        made.worker.drain()  # it hears no more
-        assert not made.worker.scheduler.is_draining

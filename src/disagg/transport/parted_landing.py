@@ -1,0 +1,28 @@
+"""A landing of many segments, made some at a time: the first bytes are taken in while nothing else is ready yet."""
+
+from collections.abc import Iterator, Sequence
+
+from disagg.kvcache.memory import Landing, Memory, Segment
+
+PART_SEGMENTS = 256  # prepared faster than a socket's buffer fills
+
+
+class PartedLanding:
+    """Where one frame's bytes go."""
+
+    def __init__(self, memory: Memory, segments: Sequence[Segment]) -> None:
+        self._memory = memory
+        self._segments = segments
+        self._parts: list[Landing] = []
+
+    def groups(self) -> Iterator[list[memoryview]]:
+        """Writable byte views, in wire order; each group is made when it is asked for. Raises what the memory raises."""
+        for at in range(0, len(self._segments), PART_SEGMENTS):
+            part = self._memory.landing(self._segments[at : at + PART_SEGMENTS])
+            self._parts.append(part)
+            yield part.buffers
+
+    def commit(self) -> None:
+        """Make the received bytes part of the arena. Called once, after the checksum held."""
+        for part in self._parts:
+            part.commit()

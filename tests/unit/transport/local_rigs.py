@@ -1,0 +1,163 @@
+"""Rigs of the kinds that stay within one machine."""
+
+import os
+import random
+import socket
+import ssl
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+from tests.unit.transport.relays import MessageRelay, Relay
+
+from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.ids import Incarnation, WorkerId
+from disagg.kvcache.memory import Segment
+from disagg.testing.memory import BytesLanding, BytesMemory, SealedBytesMemory, StagedLanding
+from disagg.transport.api import Receiver, Sender, TransportEvent, Write
+from disagg.transport.capability import frame_proof, grant_name, hello_proof
+from disagg.transport.in_process import Fault, InProcessNetwork
+from disagg.transport.link_sender import LinkSender
+from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
+from disagg.transport.shared_memory_sender import SharedMemorySender
+from disagg.transport.sharing import draw_domain
+from disagg.transport.tcp_connection import TcpSenderConfig
+from disagg.transport.tcp_receiver import TcpReceiver
+from disagg.transport.tcp_sender import TcpSender
+from disagg.transport.wire import (
+    PREFIX_BYTES,
+    Ack,
+    Challenge,
+    FrameHeader,
+    Hello,
+    Item,
+    Welcome,
+    decode_body,
+    decode_prefix,
+    encode,
+)
+from tests.unit.transport.rigs import (
+    ARENA_BYTES,
+    DEADLINE_S,
+    DECODE,
+    FENCE_S,
+    PREFILL,
+    RECEIVER_INCARNATION,
+    SENDER_INCARNATION,
+    EventLog,
+    GatedMemory,
+    LinkRig,
+    pattern,
+)
+
+
+class SharedMemoryRig(LinkRig):
+    """Both ends in one process."""
+
+    can_force_fence = False  # a process is ended by force, and this one is the test's own
+    relay: MessageRelay
+    receiver: SharedMemoryReceiver
+    sender: SharedMemorySender
+
+    def __init__(self) -> None:
+        self.domain = draw_domain()
+        self.source = SealedBytesMemory(data=pattern(ARENA_BYTES))
+        self.sealed = SealedBytesMemory(ARENA_BYTES)
+        self.target = self.sealed
+        self.ended: list[int] = []  # pidfds of processes ended by force
+        super().__init__()
+
+    def _make_receiver(self, incarnation: Incarnation) -> SharedMemoryReceiver:
+        return SharedMemoryReceiver(
+            self.sealed,
+            incarnation,
+            self.landed.post,
+            self.domain,
+            fence_timeout_s=FENCE_S,
+            end_writer=self.ended.append,
+        )
+
+    def _make_relay(self, target: str) -> MessageRelay:
+        return MessageRelay(self.domain, target)
+
+    def _make_sender(self, worker_id: WorkerId, own: Incarnation, log: EventLog) -> SharedMemorySender:
+        return SharedMemorySender(worker_id, self.source, log.post, self.domain)
+
+    def corrupt_next(self) -> None:
+        """The first byte changes after it was copied, before the owner sums it."""
+        first = Segment(0, 1)
+        self.relay.do_before("copied", lambda: self.target.fill(first, bytes([self.target.read((first,))[0] ^ 0x10])))
+
+    def hold_next(self) -> None:
+        self.relay.hold("copied")
+
+    def wait_held(self) -> None:
+        self.relay.wait_held()
+
+    def close(self) -> None:
+        super().close()
+        assert not self.ended
+        vars(self).clear()  # the arenas are given back, which is checked next
+
+
+class InProcessRig:
+    can_force_fence = False  # a copy in memory can only be waited for
+    num_lanes = 1
+    is_encrypted = False
+
+    def __init__(self) -> None:
+        self.network = InProcessNetwork(threaded=True)
+        self.source = BytesMemory(data=pattern(ARENA_BYTES))
+        self.gated = GatedMemory(ARENA_BYTES)
+        self.target: BytesMemory = self.gated
+        self.sent, self.landed = EventLog(), EventLog()
+        self.receiver = self.network.receiver("decode", RECEIVER_INCARNATION, self.target, self.landed.post)
+        self.sender = self.network.sender(PREFILL, SENDER_INCARNATION, self.source, self.sent.post)
+        self.connect(self.sender)
+
+    def connect(self, sender: Sender, incarnation: Incarnation = RECEIVER_INCARNATION) -> None:
+        sender.connect(DECODE, Endpoint(TransportKind.IN_PROCESS, "decode"), incarnation)
+
+    def another_sender(self, worker_id: WorkerId, log: EventLog) -> Sender:
+        sender = self.network.sender(worker_id, Incarnation(33), self.source, log.post)
+        self.connect(sender)
+        return sender
+
+    def restart_receiver(self, incarnation: Incarnation) -> None:
+        self.receiver.close()
+        self.receiver = self.network.receiver("decode", incarnation, self.target, self.landed.post)
+
+    def corrupt_next(self) -> None:
+        self._once(Fault.CORRUPT)
+
+    def hold_next(self) -> None:
+        self.gated.entered.clear()
+        self.gated.gate.clear()
+
+    def wait_held(self) -> None:
+        assert self.gated.entered.wait(DEADLINE_S)
+
+    def release(self) -> None:
+        self.gated.gate.set()
+
+    def lose_next_answer(self) -> None:
+        self._once(Fault.CUT_AFTER_LANDING)
+
+    def cut(self) -> None:
+        """The hook has cut it already."""
+
+    def check_invariants(self) -> None:
+        self.network.check_invariants()
+        self.receiver.check_invariants()
+
+    def close(self) -> None:
+        self.release()
+        self.sender.close()
+        self.receiver.close()
+        self.network.close()
+
+    def _once(self, fault: Fault) -> None:
+        faults = [fault]
+        self.network.fault_hook = lambda write: faults.pop() if faults else Fault.NONE

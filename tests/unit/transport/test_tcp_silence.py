@@ -1,0 +1,253 @@
+"""Peers that say nothing, stop half way, or answer what is not due: what ends, when, and what does not."""
+
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import msgspec
+import pytest
+import xxhash
+from tests.unit.transport.rigs import (
+    ARENA_BYTES,
+    DEADLINE_S,
+    DECODE,
+    FENCE_S,
+    PREFILL,
+    RAW,
+    RECEIVER_INCARNATION,
+    SENDER_INCARNATION,
+    EventLog,
+    TcpRig,
+    greet,
+    raw_header,
+    raw_hello,
+    read_challenge,
+    read_exactly,
+    read_welcome,
+    write_of,
+)
+
+from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.errors import InternalFault
+from disagg.core.ids import Incarnation, WorkerId
+from disagg.kvcache.memory import Segment
+from disagg.testing.memory import BytesMemory
+from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded, WritesStopped
+from disagg.transport.capability import NONCE_BYTES, grant_name
+from disagg.transport.tcp_connection import TcpSenderConfig
+from disagg.transport.tcp_receiver import TcpReceiver
+from disagg.transport.tcp_sender import TcpSender
+from disagg.transport.wire import (
+    MAGIC,
+    MAX_HEADER_BYTES,
+    NO_PROOF,
+    PREFIX_BYTES,
+    VERSION,
+    Ack,
+    Challenge,
+    FrameHeader,
+    Hello,
+    Item,
+    Welcome,
+    decode_prefix,
+    encode,
+    encode_trailer,
+)
+from tests.unit.transport.rigs import dialled, is_closed_by_peer
+
+KEY = b"key-0"
+BIG = (Segment(0, 256 << 10),)
+
+
+def test_a_stranger_who_says_nothing_is_closed_in_time() -> None:
+    log = EventLog()
+    receiver = TcpReceiver(BytesMemory(10), RECEIVER_INCARNATION, log.post, hello_timeout_s=0.1)
+    with dialled(receiver) as sock:
+        assert is_closed_by_peer(sock)
+    receiver.close()
+
+
+def test_revoke_shuts_the_connection_of_a_frame_that_never_ends(tcp: TcpRig) -> None:
+    tcp.receiver.grant(PREFILL, KEY, BIG)
+    tcp.hold_next()
+    tcp.sender.write(write_of(KEY, 0, BIG, BIG))
+    tcp.wait_held()
+    started_s = time.monotonic()
+    tcp.receiver.revoke(KEY)
+    assert tcp.landed.of(GrantFenced) == []
+    assert tcp.landed.wait(GrantFenced) == [GrantFenced(KEY)]
+    assert FENCE_S <= time.monotonic() - started_s < FENCE_S + 2.0
+    before = tcp.target.read(BIG)
+    tcp.release()
+    assert tcp.sent.wait(WriteFinished)[0].failure is not None
+    tcp.sent.wait(ConnectionLost)
+    assert tcp.target.read(BIG) == before
+    assert tcp.landed.of(WriteLanded) == []
+
+
+def test_cancel_shuts_the_connection_of_a_frame_that_nobody_takes() -> None:
+    with silent_peer() as peer:
+        log = EventLog()
+        memory = BytesMemory(32 << 20)  # more than the sockets hold
+        sender = TcpSender(PREFILL, SENDER_INCARNATION, memory, log.post, TcpSenderConfig(fence_timeout_s=FENCE_S))
+        sender.connect(DECODE, peer.endpoint, RECEIVER_INCARNATION)
+        sender.write(write_of(KEY, 0, (Segment(0, 32 << 20),), (Segment(0, 32 << 20),)))
+        sender.write(write_of(KEY, 1, BIG, BIG))
+        sender.write(write_of(b"other", 0, BIG, BIG))
+        assert peer.saw_frame.wait(DEADLINE_S)
+        sender.check_invariants()
+        sender.cancel(DECODE, KEY)
+        sender.cancel(DECODE, KEY)
+        assert [event.number for event in log.of(WriteFinished)] == [1]
+        assert log.of(WritesStopped) == []
+        log.wait(WritesStopped)
+        assert len(log.wait(WriteFinished, 3)) == 3
+        log.wait(ConnectionLost)
+        assert log.of(WritesStopped) == [WritesStopped(DECODE, KEY)]
+        sender.check_invariants()
+        sender.close()
+
+
+def test_close_does_not_wait_for_a_peer_that_has_stopped() -> None:
+    with silent_peer() as peer:
+        log = EventLog()
+        sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(32 << 20), log.post)
+        sender.connect(DECODE, peer.endpoint, RECEIVER_INCARNATION)
+        sender.write(write_of(KEY, 0, (Segment(0, 32 << 20),), (Segment(0, 32 << 20),)))
+        assert peer.saw_frame.wait(DEADLINE_S)
+        started_s = time.monotonic()
+        sender.close()
+        assert time.monotonic() - started_s < 1.0
+        assert log.of(WriteFinished) == [WriteFinished(DECODE, KEY, 0, "the sender was closed")]
+
+
+@pytest.mark.parametrize("num_bytes", [100, 32 << 20])
+def test_a_peer_that_answers_nothing_is_lost_after_the_stall_timeout(num_bytes: int) -> None:
+    with silent_peer() as peer:
+        log = EventLog()
+        config = TcpSenderConfig(stall_timeout_s=0.2)
+        sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(num_bytes), log.post, config)
+        sender.connect(DECODE, peer.endpoint, RECEIVER_INCARNATION)
+        run = (Segment(0, num_bytes),)
+        sender.write(write_of(KEY, 0, run, run))
+        assert log.wait(ConnectionLost)[0].peer == DECODE
+        assert isinstance(log.events[0], WriteFinished)
+        sender.close()
+
+
+def test_an_answer_before_the_last_byte_is_not_believed() -> None:
+    with silent_peer(encode(Item.ACK, Ack(grant_name(KEY), 0, None))) as peer:
+        log = EventLog()
+        config = TcpSenderConfig(stall_timeout_s=0.3)
+        sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(32 << 20), log.post, config)
+        sender.connect(DECODE, peer.endpoint, RECEIVER_INCARNATION)
+        run = (Segment(0, 32 << 20),)
+        sender.write(write_of(KEY, 0, run, run))
+        assert log.wait(WriteFinished)[0].failure is not None
+        log.wait(ConnectionLost)
+        sender.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [((Ack(grant_name(KEY), 7, None),), "was due"), ((Ack(grant_name(KEY), 0, None),) * 2, "none is in flight")],
+    ids=["another", "one too many"],
+)
+def test_an_answer_that_is_not_due_ends_the_connection(answers: tuple[Ack, ...], said: str) -> None:
+    with silent_peer(b"".join(encode(Item.ACK, answer) for answer in answers)) as peer:
+        log = EventLog()
+        sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(100), log.post)
+        sender.connect(DECODE, peer.endpoint, RECEIVER_INCARNATION)
+        sender.write(write_of(KEY, 0, (Segment(0, 100),), (Segment(0, 100),)))
+        assert said in log.wait(ConnectionLost)[0].reason
+        assert len(log.of(WriteFinished)) == 1
+        sender.close()
+
+
+def test_an_idle_connection_outlives_the_stall_timeout() -> None:
+    landed, sent = EventLog(), EventLog()
+    receiver = TcpReceiver(BytesMemory(100), RECEIVER_INCARNATION, landed.post, stall_timeout_s=0.05)
+    sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(100), sent.post, TcpSenderConfig(stall_timeout_s=0.05))
+    sender.connect(DECODE, receiver.endpoint_for(PREFILL, SENDER_INCARNATION), RECEIVER_INCARNATION)
+    receiver.grant(PREFILL, KEY, (Segment(0, 100),))
+    run = (Segment(0, 100),)
+    sender.write(write_of(KEY, 0, run, run))
+    sent.wait(WriteFinished)
+    lost = threading.Event()
+    sent.on_event = lambda event: lost.set() if isinstance(event, ConnectionLost) else None
+    assert not lost.wait(0.3)  # several timeouts long
+    sender.write(write_of(KEY, 1, run, run))
+    assert sent.wait(WriteFinished, 2)[1].failure is None
+    sender.close()
+    receiver.close()
+
+
+def test_a_frame_that_stops_half_way_is_given_up_by_the_receiver() -> None:
+    landed = EventLog()
+    receiver = TcpReceiver(BytesMemory(1000), RECEIVER_INCARNATION, landed.post, stall_timeout_s=0.1)
+    receiver.grant(WorkerId("raw"), KEY, (Segment(0, 1000),))
+    with dialled(receiver) as sock:
+        header = raw_header(KEY, greet(sock, receiver), 0, (Segment(0, 1000),), 1000)
+        sock.sendall(encode(Item.FRAME, header) + bytes(500))
+        assert is_closed_by_peer(sock)
+    receiver.revoke(KEY)
+    assert landed.wait(GrantFenced) == [GrantFenced(KEY)]
+    assert landed.of(WriteLanded) == []
+    receiver.close()
+
+
+class SilentPeer:
+    """Welcomes one sender, then neither reads nor answers, as a stopped process does. Later ones get no welcome."""
+
+    def __init__(self, early_answer: bytes = b"") -> None:
+        self._early_answer = early_answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._taken: list[socket.socket] = []
+        self.saw_frame = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        host, port = self._listener.getsockname()
+        self.endpoint = Endpoint(TransportKind.TCP, f"{host}:{port}")
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for sock in self._taken:
+            sock.close()
+        self._thread.join(DEADLINE_S)
+        self._listener.close()
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            self._taken.append(sock)
+            if len(self._taken) == 1:
+                sock.sendall(encode(Item.CHALLENGE, Challenge(bytes(NONCE_BYTES))))
+                prefix = decode_prefix(read_exactly(sock, PREFIX_BYTES), Item.HELLO)
+                read_exactly(sock, prefix.num_bytes)
+                sock.sendall(encode(Item.WELCOME, Welcome(None)))
+                sock.recv(1, socket.MSG_PEEK)
+                self.saw_frame.set()
+                sock.sendall(self._early_answer)
+
+
+@contextmanager
+def silent_peer(early_answer: bytes = b"") -> Iterator[SilentPeer]:
+    peer = SilentPeer(early_answer)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
