@@ -3,10 +3,10 @@
     python benchmarks/simulator.py TRACE --format azure [--requests 100000]
     python benchmarks/simulator.py TRACE --format azure --distserve CHECKOUT [--requests 2000]
 
-The first prints what was simulated, where, and how many requests a second of one core. The second plays the same rows in
-the simulator of a checkout of DistServe as well (in an environment of its own, made when it is missing; skipped with the
-reason where it cannot be had): workers of one A100 with OPT-13B, both by the step times that DistServe publishes, each
-with its own policies. Both end with one JSON line. Vidur knows no split workers; its step times and those of
+The first prints what was simulated, where, and how many requests a second of one core. The second plays the same rows
+in the simulator of a checkout of DistServe as well (in an environment of its own, made when it is missing; skipped with
+the reason where it cannot be had): workers of one A100 with OPT-13B, both by the step times that DistServe publishes,
+each with its own policies. Both end with one JSON line. Vidur knows no split workers; its step times and those of
 splitwise-sim are tables of other models.
 """
 
@@ -177,8 +177,8 @@ def show_beside(options: argparse.Namespace) -> None:
     scenario = scenario_of(options, published_model("OPT-13B"))
     rows = list(rows_of(scenario, options.seed))
     print(
-        f"{len(rows)} requests of {options.trace.name} at {len(rows) / rows[-1][0]:.1f}/s, {options.prefill} prefill and "
-        f"{options.decode} decode workers, OPT-13B on an A100 each, {where()}"
+        f"{len(rows)} requests of {options.trace.name} at {len(rows) / rows[-1][0]:.1f}/s, {options.prefill} prefill "
+        f"and {options.decode} decode workers, OPT-13B on an A100 each, {where()}"
     )
     sides = [side_of("disagg", play_ours(scenario, options.seed))]
     skipped = ""
