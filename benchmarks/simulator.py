@@ -4,9 +4,9 @@
     python benchmarks/simulator.py TRACE --format azure --distserve CHECKOUT [--requests 2000]
     python benchmarks/simulator.py TRACE --format azure --vidur CHECKOUT [--requests 2000]
 
-The first prints what was simulated, where, and how many requests a second of one core. The others play the same rows in
-the simulator of a checkout of DistServe or Vidur as well (in an environment of its own, made when it is missing; skipped
-with the reason where it cannot be had), by equal step times, each with its own policies:
+The first prints what was simulated, where, and how many requests a second of one core. The others play the same rows
+in the simulator of a checkout of DistServe or Vidur as well (in an environment of its own, made when it is missing;
+skipped with the reason where it cannot be had), by equal step times, each with its own policies:
 
     DistServe   40 prefill and 60 decode workers of one A100 with OPT-13B, by the fit that DistServe publishes
     Vidur       100 mixed workers, by the formula of the first (Vidur knows no split workers)
@@ -224,7 +224,8 @@ def show_beside(options: argparse.Namespace, peer: SimulatorPeer, checkout: Path
     rows = list(rows_of(scenario, options.seed))
     counts = [str(count) for _, count in setting.workers]
     pools = " + ".join(f"{count} {role.value}" for role, count in setting.workers)
-    print(f"{len(rows)} requests of {options.trace.name}, {len(rows) / rows[-1][0]:.1f}/s, {pools}, {setting.steps.name}")
+    rate_per_s = len(rows) / rows[-1][0]
+    print(f"{len(rows)} requests of {options.trace.name}, {rate_per_s:.1f}/s, {pools}, {setting.steps.name}")
     sides, skipped = [side_of("disagg", play_ours(scenario, options.seed))], ""
     try:
         if peer is DISTSERVE:

@@ -39,7 +39,10 @@ VIDUR: Final = SimulatorPeer(
     "Vidur",
     Environment(
         "vidur",
-        ("numpy>=2,<3", "pandas>=2,<3", "scikit-learn", "wandb", "ddsketch", "plotly_express", "matplotlib", "fasteners"),
+        (
+            *("numpy>=2,<3", "pandas>=2,<3", "scikit-learn", "wandb", "ddsketch"),
+            *("plotly_express", "matplotlib", "seaborn", "fasteners"),
+        ),
     ),
     "run_vidur.py",
     "vidur/simulator.py",
@@ -47,7 +50,7 @@ VIDUR: Final = SimulatorPeer(
 
 
 class Played(msgspec.Struct, frozen=True):
-    """What a simulator said of all requests, in their order, and what that took."""
+    """What a simulator said of each request, in any order, and what that took."""
 
     cpu_s: float
     peak_memory_mib: int
