@@ -124,7 +124,7 @@ class Scheduler:
         return len(self._state.standing)
 
     def has_recalled(self, sequence_id: SequenceId) -> bool:
-        """Whether the last event has ended the standing of a stream that had got a token without a row."""
+        """Whether the last event has preempted a stream that had got a token without a row."""
         return sequence_id in self._steps.recalled
 
     def num_written(self, sequence_id: SequenceId) -> int:
