@@ -7,6 +7,9 @@
 2. The highest rate that attains 90 % is looked for in the simulator, for 1 prefill + 1 decode and for 2 mixed workers.
 3. At 40, 60 and 85 % of it a seeded open-loop load is asked of the live system, and the very same requests, lengths and
    times of the simulator: TTFT, TPOT (p50, p90) and attainment, live, simulated, error.
+4. Before and after each load a lone client asks a few prompts of the same server. A machine that is shared with others
+   is not as fast now as when it was profiled: the simulated one is as fast as those lone answers were, and there is no
+   verdict where they changed by more than 10 % from before to after the load.
 
 Router and client have no core of their own: what they take of the workers' cores is printed. Target: 10 %.
 """
@@ -15,6 +18,7 @@ import argparse
 import math
 import os
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -25,22 +29,22 @@ from typing import NamedTuple
 import msgspec
 
 import harness
-from disagg.bench.arrivals import PoissonArrivals
+from disagg.bench.arrivals import EvenArrivals, PoissonArrivals
 from disagg.bench.client import Api
 from disagg.bench.measure import LoadPlan, LoadResult, Target, measure
 from disagg.bench.percentiles import summary
 from disagg.bench.prompts import plain_ids
 from disagg.bench.search import RateSearch
 from disagg.bench.slo import Slo
-from disagg.bench.workload import Lengths, RandomWork
+from disagg.bench.workload import ClosedWork, Lengths, RandomWork
 from disagg.core.errors import ConfigurationError
 from disagg.core.roles import Role
 from disagg.router.config import RouterConfig
 from disagg.sim.hardware.fitted import Profile
-from disagg.sim.hardware.serving import Serving
+from disagg.sim.hardware.serving import LoneTimes, Serving, Speed
 from disagg.sim.outcome import Outcome
 from disagg.sim.profiled import profiled_worker
-from disagg.sim.scenario import Fidelity, Scenario, WorkerSpec
+from disagg.sim.scenario import MESSAGE_S, Fidelity, Scenario, WorkerSpec
 from disagg.sim.simulate import simulate
 from disagg.testing.processes import MarkedProcess, Serve
 from disagg.worker.config import WorkerConfig
@@ -53,6 +57,8 @@ LOADS = (0.4, 0.6, 0.85)
 TARGET_SHARE = 0.9
 SEARCH_RUNS, SEARCH_REQUESTS = 12, 250
 MAX_ERROR = 0.10
+LONE_PROMPTS, LONE_PROMPT, LONE_ANSWER = 4, 160, 24  # of a lone client, before and after each load
+MAX_DRIFT = 0.10
 PROFILE_TIMEOUT_S = 500.0
 ANSWER_TIMEOUT_S = 120.0
 
@@ -86,7 +92,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One load. client_share, router_share: of one core."""
+    """One load. client_share, router_share: of one core. before, after: how long steps took beside the profile's."""
 
     side: str
     load: float
@@ -97,6 +103,13 @@ class Compared(msgspec.Struct, frozen=True):
     client_share: float
     router_share: float
     foreign_share: float
+    before: Speed
+    after: Speed
+
+    @property
+    def is_steady(self) -> bool:
+        pairs = zip(msgspec.structs.astuple(self.before), msgspec.structs.astuple(self.after), strict=True)
+        return all(abs(after - before) <= MAX_DRIFT * before for before, after in pairs)
 
 
 # ---- profile
@@ -108,6 +121,11 @@ class Profiled(NamedTuple):
     profile: Profile
     serving: Serving
     foreign_share: float
+
+    def at(self, speed: Speed) -> "Profiled":
+        """On the machine as fast as it is now."""
+        serving = self.serving.at(speed)
+        return self._replace(profile=msgspec.structs.replace(self.profile, serving=serving), serving=serving)
 
 
 def profile_of(args: argparse.Namespace, folder: Path) -> Profiled:
@@ -216,30 +234,67 @@ def asked_live(server: Serve, ids: Sequence[int], plan: LoadPlan) -> tuple[LoadR
     return result, shares.taken()
 
 
+class Machine:
+    """How fast it is now, by what a lone client sees of a server."""
+
+    def __init__(self, server: Serve, ids: Sequence[int], here: Profiled, seed: int) -> None:
+        self._target = Target(url=server.url, api=Api.IDS, ids=tuple(ids), timeout_s=ANSWER_TIMEOUT_S)
+        self._serving = here.serving
+        self._seed = seed
+        self._number = 0
+
+    def speed(self) -> Speed:
+        self._number += 1
+        work = RandomWork(
+            num_requests=LONE_PROMPTS,
+            arrivals=EvenArrivals(1.0),
+            prompt=Lengths(LONE_PROMPT),
+            output=Lengths(LONE_ANSWER),
+        )
+        seed = self._seed + 1000 * self._number
+        plan = LoadPlan(workload=ClosedWork(work, 1), slo=Slo(), seed=seed, prompt_seed=seed)
+        records = [record for record in measure(self._target, plan).records if record.is_whole]
+        gaps_s = [gap_s for record in records for gap_s in record.gaps_s[1:]]
+        if not gaps_s:
+            raise ConfigurationError(f"none of {LONE_PROMPTS} lone prompts got an answer of three tokens")
+        ttft_s = statistics.median(record.ttft_s for record in records)
+        lone = LoneTimes(LONE_PROMPT, ttft_s, LONE_PROMPT + LONE_ANSWER / 2, statistics.median(gaps_s))
+        return self._serving.speed_of(lone, MESSAGE_S)
+
+
 # ---- both
 
 
 def compare(side: Side, here: Profiled, slo: Slo, args: argparse.Namespace) -> list[Compared]:
-    limit_per_s = highest_rate(side, here, slo, args.seed)
-    print(f"\n{side.name}: {limit_per_s:.2f} requests/s attain {TARGET_SHARE:.0%} as simulated", flush=True)
-    found, ids = [], plain_ids(args.model)
+    found: list[Compared] = []
+    ids = plain_ids(args.model)
     flags = ("--local-prefill-tokens", str(LOCAL_TOKENS), "--num-blocks", str(NUM_BLOCKS))
     with harness.serving(args.model, *side.pools, *flags) as server:
-        for number, load in enumerate((0.0, *args.loads)):  # the first one warms up
-            rate_per_s = (load or 0.5) * limit_per_s
-            num_requests = max(8, round(rate_per_s * args.seconds)) if load else 6
-            work = work_of(rate_per_s, num_requests)
+        machine = Machine(server, ids, here, args.seed)
+        machine.speed()  # touches memory and code paths that later requests find touched
+        speeds = [machine.speed()]
+        limit_per_s = highest_rate(side, here.at(speeds[0]), slo, args.seed)
+        print(f"\n{side.name}: {limit_per_s:.2f} requests/s attain {TARGET_SHARE:.0%} as simulated", flush=True)
+        for number, load in enumerate(args.loads):
+            rate_per_s = load * limit_per_s
+            work = work_of(rate_per_s, max(8, round(rate_per_s * args.seconds)))
             plan = LoadPlan(workload=work, slo=slo, rate_per_s=rate_per_s, seed=args.seed, prompt_seed=number)
             live, shares = asked_live(server, ids, plan)
-            if load:
-                outcome = simulate(scenario_of(side, here, work, slo, Fidelity.SMALL), args.seed)
-                found.append(compared(side, load, live, outcome, shares))
-                show(found[-1])
+            speeds.append(machine.speed())
+            now = here.at(speeds[-2].mean_with(speeds[-1]))
+            outcome = simulate(scenario_of(side, now, work, slo, Fidelity.SMALL), args.seed)
+            found.append(compared(side, load, live, outcome, shares, speeds[-2:]))
+            show(found[-1])
     return found
 
 
 def compared(
-    side: Side, load: float, live: LoadResult, outcome: Outcome, shares: tuple[float, float, float]
+    side: Side,
+    load: float,
+    live: LoadResult,
+    outcome: Outcome,
+    shares: tuple[float, float, float],
+    speeds: Sequence[Speed],
 ) -> Compared:
     whole = [record for record in live.records if record.is_whole]
     played = list(outcome.records)
@@ -250,19 +305,21 @@ def compared(
     rows = [Row(f"{name} {p}", getattr(a, p), getattr(b, p)) for name, a, b in pairs for p in ("p50", "p90")]
     rows.append(Row("attainment", live.figures.attainment.value, outcome.report.attainment))
     num_failed = len(live.records) - len(whole)
-    return Compared(side.name, load, live.rate_per_s, len(live.records), num_failed, tuple(rows), *shares)
+    return Compared(side.name, load, live.rate_per_s, len(live.records), num_failed, tuple(rows), *shares, *speeds)
 
 
 def show(each: Compared) -> None:
-    quiet = each.foreign_share <= harness.MAX_FOREIGN_SHARE
+    has_verdict = each.foreign_share <= harness.MAX_FOREIGN_SHARE and each.is_steady
+    speeds = (f"{speed.prompts:.2f} and {speed.streams:.2f}" for speed in (each.before, each.after))
     print(
         f"  load {each.load:.0%}, {each.rate_per_s:.2f}/s, {each.num_requests} requests, {each.num_failed} failed; "
         f"client {each.client_share:.0%} and router {each.router_share:.0%} of a core, others "
-        f"{each.foreign_share:.0%} of all"
+        f"{each.foreign_share:.0%} of all\n"
+        f"    prompts and steps take {', then '.join(speeds)} times as long as when profiled"
     )
     for row in each.rows:
         unit, scale = ("%", 100.0) if row.figure == "attainment" else ("ms", 1e3)
-        word = "NO VERDICT" if not quiet else "met" if abs(row.error) <= MAX_ERROR else "MISSED"
+        word = "NO VERDICT" if not has_verdict else "met" if abs(row.error) <= MAX_ERROR else "MISSED"
         print(
             f"    {row.figure:12}{scale * row.live:9.1f} live {scale * row.simulated:9.1f} simulated {unit:2}"
             f" {row.error:+7.1%}  {word}",

@@ -50,7 +50,9 @@ class CacheMachine(RuleBasedStateMachine):
         num_cached_before = pool.count(BlockState.CACHED)
         num_evicted_before = self.cache.num_evicted
         if reserves:
+            has_room = self.cache.can_reserve(hashes, len(prompt), num_tokens, num_spare)
             allocation = self.cache.try_reserve(hashes, len(prompt), num_tokens, num_spare)
+            assert has_room == (allocation is not None)
         else:
             allocation = self.cache.try_allocate(hashes, len(prompt) - 1, num_tokens, num_spare)
             num_match = min(num_match, (len(prompt) - 1) // SIZE * SIZE)

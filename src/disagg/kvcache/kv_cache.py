@@ -75,6 +75,12 @@ class KvCache:
         """
         return self._try(hashes, max_cached, num_reserved_tokens=0, num_tokens=num_tokens, num_spare=num_spare)
 
+    def can_reserve(
+        self, hashes: Sequence[BlockHash], num_prompt_tokens: int, num_tokens: int, num_spare: int = 0
+    ) -> bool:
+        """Whether try_reserve would find room."""
+        return self._has_room(self._match(hashes, num_prompt_tokens), num_tokens, num_spare)
+
     def try_extend(self, num_blocks: int) -> list[BlockId] | None:
         """Held, empty blocks; evicts if need be, and nothing when it cannot be enough."""
         if num_blocks > self.num_available or not self._evict_until_free(num_blocks):
@@ -169,6 +175,12 @@ class KvCache:
     def _match(self, hashes: Sequence[BlockHash], max_tokens: int) -> list[BlockId]:
         return self._index.match(hashes[: max_tokens // self.block_size])
 
+    def _has_room(self, cached: list[BlockId], num_tokens: int, num_spare: int) -> bool:
+        """Whether num_tokens fit whose first are in these cached blocks, with num_spare blocks left."""
+        num_new = max(0, self.num_blocks_for(num_tokens) - len(cached))
+        num_pinned = sum(1 for block in cached if self.pool.state(block) is BlockState.CACHED)
+        return num_new + num_spare <= self.num_available - num_pinned
+
     def _try(
         self, hashes: Sequence[BlockHash], max_cached: int, *, num_reserved_tokens: int, num_tokens: int, num_spare: int
     ) -> Allocation | None:
@@ -177,8 +189,7 @@ class KvCache:
         num_reserved = max(0, self.num_blocks_for(num_reserved_tokens) - len(cached))
         num_new = max(0, num_total - len(cached))
         num_reserved = min(num_reserved, num_new)
-        num_pinned = sum(1 for block in cached if self.pool.state(block) is BlockState.CACHED)
-        if num_new + num_spare > self.num_available - num_pinned:
+        if not self._has_room(cached, num_tokens, num_spare):
             return None
         self._hold(cached)
         if not self._evict_until_free(num_new):

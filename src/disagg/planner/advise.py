@@ -7,6 +7,7 @@ import msgspec
 from disagg.planner.estimate import Estimator
 from disagg.planner.measure import Point, Trial
 from disagg.planner.search import Search, Searched, Watch
+from disagg.planner.shortfall import shortfall
 
 WORTH = 1.1  # goodput of the split over mixed from which two kinds of worker are worth running
 ROOM = 1.2  # goodput over the asked rate that is enough to grow into
@@ -65,11 +66,14 @@ def advise(search: Search, watch: Watch | None = None) -> Advice:
     gain = good[1] / good[0] if good[0] else (float("inf") if good[1] else float("nan"))
     verdict, reasons = _judge(rate, good, gain)
     points = [_at(search, trial, rate) for trial in (mixed, split)]
+    reasons += _why(mixed, split, points[0], points[1])
+    if max(good) < rate:
+        reasons += shortfall(search, points[0], points[1])
     by_length = _by_length(search, mixed, split)
     return Advice(
         verdict=verdict,
         is_enough=max(good) >= rate,
-        reasons=(*reasons, *_why(mixed, split, points[0], points[1])),
+        reasons=tuple(reasons),
         traffic=traffic.name,
         rate_per_s=rate,
         mean_prompt=traffic.mean_prompt,

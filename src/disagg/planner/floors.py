@@ -1,5 +1,7 @@
 """Targets that nobody can meet, and which physical floor breaks them."""
 
+import msgspec
+
 from disagg.core.errors import ConfigurationError
 from disagg.planner.estimate import Estimator, Target
 from disagg.planner.fleet import Cut, Steps
@@ -9,20 +11,32 @@ from disagg.sim.hardware.step_model import StepShape
 WHOLE = 1 << 20  # a prompt in one piece
 
 
-def check_floors(steps: Steps, traffic: Traffic, target: Target) -> None:
-    """Raises ConfigurationError where even an idle fleet misses: prompts alone for TTFT, one stream alone for TPOT."""
-    cuts = steps.cuts()
+class PromptFloor(msgspec.Struct, frozen=True):
+    """The prompt that the target's share of requests do not exceed, alone on the worker that reads it fastest."""
+
+    num_tokens: int  # to compute, with an endless cache
+    cut: Cut
+    alone_s: float
+
+
+def prompt_floor(steps: Steps, traffic: Traffic, target: Target) -> PromptFloor:
+    """Below it TTFT cannot be for that share. Raises ConfigurationError where the model fits nowhere."""
     estimator = Estimator(steps, traffic, target)
     ordered = sorted(zip(traffic.uncached, (r.num_prompt_tokens for r in traffic.requests), strict=True))
     new, prompt = ordered[int(target.share * (len(ordered) - 1))]
-    cut = min(cuts, key=lambda cut: estimator.prompt_s(cut, new, prompt - new, WHOLE))
-    alone_s = steps.of(cut).step_s(StepShape(((new, prompt - new),)))
-    slo = target.slo
-    if alone_s > slo.ttft_s:
+    cut = min(steps.cuts(), key=lambda cut: estimator.prompt_s(cut, new, prompt - new, WHOLE))
+    return PromptFloor(new, cut, steps.of(cut).step_s(StepShape(((new, prompt - new),))))
+
+
+def check_floors(steps: Steps, traffic: Traffic, target: Target) -> None:
+    """Raises ConfigurationError where even an idle fleet misses: prompts alone for TTFT, one stream alone for TPOT."""
+    cuts = steps.cuts()
+    floor, slo = prompt_floor(steps, traffic, target), target.slo
+    if floor.alone_s > slo.ttft_s:
         raise ConfigurationError(
-            f"TTFT of {slo.ttft_s:g} s for {target.share:.0%} of requests cannot be met: a prompt of {new} tokens to "
-            f"compute, alone on the fastest worker ({cut}), takes {alone_s:.3g} s of prefill; "
-            "allow more, ask for a smaller share, or take faster devices"
+            f"TTFT of {slo.ttft_s:g} s for {target.share:.0%} of requests cannot be met: a prompt of "
+            f"{floor.num_tokens} tokens to compute, alone on the fastest worker ({floor.cut}), takes "
+            f"{floor.alone_s:.3g} s of prefill; allow more, ask for a smaller share, or take faster devices"
         )
     check_tpot(steps, cuts, target)
     longest = sorted(request.num_prompt_tokens + request.num_output_tokens for request in traffic.requests)

@@ -1,5 +1,7 @@
 """What a candidate does with traffic at a rate: one simulation, judged after its warm-up."""
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable
 
 import msgspec
@@ -36,6 +38,7 @@ class Point(msgspec.Struct, frozen=True):
     first_gap_s: float
     limiting: Stage
     cached_share: float  # of prompt tokens
+    slo_scale: float  # both targets times this would be kept; infinity where too many failed
 
 
 class Trial(msgspec.Struct, frozen=True):
@@ -147,10 +150,14 @@ def judged(outcome: Outcome, rate_per_s: float, target: Target) -> Point:
     names = ("arrived_s", "end", "ttft_s", "tpot_s", "first_gap_s")
     rows = [row for row in zip(*(columns[name] for name in names), strict=True) if row[0] >= begin_s]
     ended = [row for row in rows if row[1] == FINISHED]
-    met = sum(1 for _, _, ttft_s, tpot_s, _ in ended if ttft_s <= slo.ttft_s and tpot_s <= slo.tpot_s)
+    scales = sorted(max(ttft_s / slo.ttft_s, tpot_s / slo.tpot_s) for _, _, ttft_s, tpot_s, _ in ended)
+    met = bisect_right(scales, 1.0)
+    num_wanted = max(1, math.ceil(target.share * len(rows) - 1e-9))
+    scale = scales[num_wanted - 1] if num_wanted <= len(scales) else math.inf
     ttft_s, tpot_s, gap_s = (
         percentile(sorted(row[place] for row in ended if row[place] == row[place]), target.share) for place in (2, 3, 4)
     )
     report = outcome.report
     cached = report.num_cached_tokens / max(1, report.num_prompt_tokens)
-    return Point(rate_per_s, len(rows), met / len(rows), ttft_s, tpot_s, gap_s, report.limiting_stage, cached)
+    attainment = met / len(rows)
+    return Point(rate_per_s, len(rows), attainment, ttft_s, tpot_s, gap_s, report.limiting_stage, cached, scale)

@@ -5,7 +5,7 @@
     operator -> router RequestDrain, RequestCluster, answered by AnswerDrain, AnswerCluster
     operator -> worker RequestExamination, answered by AnswerExamination
     worker -> worker   RequestPairing, AnswerPairing, RequestReservation, AnswerReservation,
-                       FinishPrefill, TakeHandoff, CancelHandoff, RenewLeases
+                       OfferReservation, FinishPrefill, TakeHandoff, CancelHandoff, RenewLeases
     any direction      Beat
 
 Leases travel as remaining seconds; clocks of two processes are never compared.
@@ -266,7 +266,10 @@ class RequestReservation(msgspec.Struct, frozen=True, array_like=True, tag="requ
 
 
 class AnswerReservation(msgspec.Struct, frozen=True, array_like=True, tag="answer_reservation"):
-    """Blocks for the whole prompt, or a refusal. Nobody waits: a refused request is asked again later."""
+    """Blocks for the whole prompt, or a refusal. Nobody waits: a refused request is asked again later.
+
+    retry_after_s: ask again then, unless OfferReservation comes sooner.
+    """
 
     handoff_id: HandoffId
     fence: Fence
@@ -277,6 +280,13 @@ class AnswerReservation(msgspec.Struct, frozen=True, array_like=True, tag="answe
     lease_s: float = 0.0
     grant_key: bytes = b""
     num_blocks: int = 0  # of the destination's arena: with its layout, what turns blocks into byte ranges
+
+
+class OfferReservation(msgspec.Struct, frozen=True, array_like=True, tag="offer_reservation"):
+    """Destination to source: what was refused would fit now. Nothing is kept for it; ask again."""
+
+    handoff_id: HandoffId
+    fence: Fence
 
 
 class FinishPrefill(msgspec.Struct, frozen=True, array_like=True, tag="finish_prefill"):
@@ -382,6 +392,7 @@ WorkerToWorker = (
     | AnswerPairing
     | RequestReservation
     | AnswerReservation
+    | OfferReservation
     | FinishPrefill
     | TakeHandoff
     | CancelHandoff

@@ -27,7 +27,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_push_bytes: int = 4 * 1024 * 1024  # larger spans are cut, so that hand-offs interleave
     lease_s: float = 30.0  # how long either end keeps things without hearing from the other
     answer_headroom: int = 64  # answer tokens that need room at admission; more is taken as the answer grows
-    retry_s: float = 0.005  # before a refused reservation is asked again
+    retry_s: float = 0.005  # before a peer that does not know the sequence yet is asked again; for an offer to be used
     starvation_s: float = 2.0  # a sequence refused room this long is not overtaken by any that came later
     grant_seed: bytes = b""  # secret of this incarnation behind its grants' capabilities; virtual worlds need none
     # What all tokens are that decide nothing, where nothing is computed: no rows for them. None: rows for all.

@@ -27,6 +27,7 @@ class HandoffDestination:
         self.num_tokens = 0
         self.first_missing_token = 0
         self.is_prefill_finished = False
+        self.num_awaited = 0  # tokens that it was refused room for, until its source is told that they fit
         self.first_token: EmittedToken | None = None
         self.bytes_per_s = 0.0  # of the link, as the source knows it; 0 for unknown
         self.why_whole = PartialOutcome.TOO_LATE  # why its first step has not begun before all is here, so far

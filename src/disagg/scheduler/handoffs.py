@@ -10,6 +10,7 @@ from disagg.protocol.messages import (
     AnswerReservation,
     CancelHandoff,
     FinishPrefill,
+    OfferReservation,
     RenewLeases,
     RequestReservation,
     TakeHandoff,
@@ -44,6 +45,7 @@ class Handoffs:
         self._on_message: dict[type, Callable[..., None]] = {
             RequestReservation: self.receiving.on_request_reservation,
             AnswerReservation: self.sending.on_answer_reservation,
+            OfferReservation: self.sending.on_offer_reservation,
             FinishPrefill: self.receiving.on_finish_prefill,
             TakeHandoff: self.sending.on_take_handoff,
             CancelHandoff: self._on_cancel_handoff,
@@ -87,9 +89,9 @@ class Handoffs:
         self._renew_at_s = state.now_s + state.config.lease_s / 3
 
     def next_wake_s(self) -> float:
-        """When on_clock has something to do, or a refused reservation may be asked again; infinity for never."""
+        """When the clock decides something: leases, questions to ask again, offers not used; infinity for never."""
         leases, now_s = self._state.leases, self._state.now_s
-        wake_s = min(leases.next_due_s(), leases.next_retry_s(now_s))
+        wake_s = min(leases.next_due_s(), leases.next_retry_s(now_s), self.receiving.next_offer_s())
         return min(wake_s, self._renew_at_s) if self._has_to_renew() else wake_s
 
     def _has_to_renew(self) -> bool:

@@ -12,12 +12,14 @@ from disagg.protocol.messages import (
     AnswerReservation,
     CancelHandoff,
     FinishPrefill,
+    OfferReservation,
     RequestReservation,
     TakeHandoff,
 )
 from disagg.scheduler.actions import OpenGrant, RevokeGrant
 from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.events import GrantFenced, WriteLanded
+from disagg.scheduler.room_offers import RoomOffers
 from disagg.scheduler.sequence import Sequence
 from disagg.scheduler.state import SchedulerState
 from disagg.telemetry.metrics import (
@@ -35,9 +37,11 @@ class Receiving:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._offers = RoomOffers(state.sequences)
 
     def on_request_reservation(self, peer: WorkerId, message: RequestReservation) -> None:
         sequence, destination = self.find(message.handoff_id)
+        self._offers.asked(message.handoff_id)
         if sequence is None or destination is None or not destination.is_of(peer, message.fence):
             answer = self._refuse(message, FailureKind.CANCELLED, f"hand-off {message.handoff_id} is not expected here")
         elif destination.state is DestinationState.RECEIVING and destination.answer is not None:
@@ -61,7 +65,10 @@ class Receiving:
         return num_tokens == sequence.num_to_read
 
     def _refuse(self, message: RequestReservation, kind: FailureKind, text: str) -> AnswerReservation:
-        return AnswerReservation(message.handoff_id, message.fence, Failure(kind, text), self._state.config.retry_s)
+        config = self._state.config
+        # Where room is lacking, the source is told when there is some.
+        retry_s = config.lease_s / 3 if kind is FailureKind.OVERLOADED else config.retry_s
+        return AnswerReservation(message.handoff_id, message.fence, Failure(kind, text), retry_s)
 
     def _try_reserve(
         self, sequence: Sequence, destination: HandoffDestination, message: RequestReservation
@@ -69,11 +76,12 @@ class Receiving:
         state, config, num_tokens = self._state, self._state.config, message.num_tokens
         hashes = state.extend_hashes(sequence, num_tokens)
         allocation = None
-        if not state.is_full() and not state.would_overtake(sequence):
-            to_hold = sequence.num_tokens_to_hold(config.answer_headroom) if sequence.writes_answer else num_tokens
+        if self._may_have_blocks(sequence):
+            to_hold = self._num_to_hold(sequence, num_tokens)
             allocation = state.cache.try_reserve(hashes, num_tokens, to_hold, state.num_spare_blocks)
         if allocation is None:
             state.refuse(sequence)
+            self._offers.refuse(sequence, destination, num_tokens)
             text = f"{state.cache.num_available} of {config.num_blocks} blocks are free or cached now"
             return self._refuse(message, FailureKind.OVERLOADED, text)
         first_missing = min(allocation.num_cached * state.cache.block_size, num_tokens)
@@ -94,6 +102,34 @@ class Receiving:
             num_blocks=config.num_blocks,
         )
         return destination.answer
+
+    def _may_have_blocks(self, sequence: Sequence) -> bool:
+        """Whether it may have blocks if there are any."""
+        return not self._state.is_full() and not self._state.would_overtake(sequence)
+
+    def _num_to_hold(self, sequence: Sequence, num_tokens: int) -> int:
+        """Tokens that need room when so many are received."""
+        return sequence.num_tokens_to_hold(self._state.config.answer_headroom) if sequence.writes_answer else num_tokens
+
+    def offer_room(self) -> None:
+        """Tell the source of the oldest refused hand-off once that fits; those behind it wait."""
+        state = self._state
+        sequence = self._offers.next_sequence(state.now_s)
+        destination = sequence.destination if sequence is not None else None
+        if sequence is None or destination is None or not self._may_have_blocks(sequence):
+            return
+        num_tokens = destination.num_awaited
+        to_hold = self._num_to_hold(sequence, num_tokens)
+        if state.cache.can_reserve(sequence.hashes, num_tokens, to_hold, state.num_spare_blocks):
+            self._offers.tell(sequence, destination, state.now_s + state.config.retry_s)
+            state.tell(destination.peer, OfferReservation(destination.handoff_id, destination.fence))
+
+    def next_offer_s(self) -> float:
+        """When offer_room() may have something to tell although nothing has happened; infinity for never."""
+        return self._offers.next_due_s(self._state.now_s)
+
+    def check_invariants(self) -> None:
+        self._offers.check_invariants()
 
     def on_write_landed(self, event: WriteLanded) -> None:
         sequence, destination = self.find(event.handoff_id)

@@ -63,6 +63,8 @@ from disagg.telemetry.counters import Counters
 
 # The busiest events; they change who may be admitted only when they end a sequence.
 _QUIET = (LayersComputed, WriteFinished, WriteLanded)
+# Beside ends of sequences, what lets the next refused hand-off be told of room: who was told has asked, or has not.
+_OFFERING = (ClockTicked, PeerMessageReceived)
 
 
 class Scheduler:
@@ -98,9 +100,12 @@ class Scheduler:
         """Take one event in; give back what to do, in order. now_s never goes back."""
         self._state.now_s = now_s
         self._handlers[type(event)](event)
-        if not isinstance(event, _QUIET) or self._state.take_has_freed():
+        has_freed = self._state.take_has_freed()
+        if has_freed or not isinstance(event, _QUIET):
             self._admit()
             self._ask_reservations()
+        if has_freed or isinstance(event, _OFFERING):
+            self._handoffs.receiving.offer_room()
         self._steps.start()  # what has landed may be what a part of a step waits for
         return self._state.take_actions()
 
@@ -119,7 +124,7 @@ class Scheduler:
         return len(self._state.standing)
 
     def has_recalled(self, sequence_id: SequenceId) -> bool:
-        """Whether the last event has ended the standing of a stream that had got a token without a row."""
+        """Whether the last event has preempted a stream that had got a token without a row."""
         return sequence_id in self._steps.recalled
 
     def num_written(self, sequence_id: SequenceId) -> int:
@@ -162,6 +167,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         self._state.check_invariants()
+        self._handoffs.receiving.check_invariants()
         self._grammars.check_invariants()
         self._state.counters.check_invariants()
 

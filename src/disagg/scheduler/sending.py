@@ -1,7 +1,7 @@
 """The source side of a worker's hand-offs: ask, push what is computed, finish, let go.
 
-Reservations are try-only. Nobody waits while holding: a refused source lets go of its own blocks and asks again later,
-and the next sequence goes.
+Reservations are try-only. Nobody waits while holding: a refused source lets go of its own blocks, and the
+next sequence goes. It asks again when the destination says that there is room, or much later by itself.
 """
 
 import msgspec
@@ -16,6 +16,7 @@ from disagg.protocol.messages import (
     AnswerReservation,
     CancelHandoff,
     FinishPrefill,
+    OfferReservation,
     RequestReservation,
     TakeHandoff,
 )
@@ -190,6 +191,14 @@ class Sending:
                 source.unknown_since_s = state.now_s
             if state.now_s - source.unknown_since_s > UNKNOWN_GRACE_S:
                 state.fail(sequence, failure)
+
+    def on_offer_reservation(self, peer: WorkerId, message: OfferReservation) -> None:
+        sequence, source = self.find(message.handoff_id)
+        is_waiting = source is not None and source.state is SourceState.QUEUED and source.retry_at_s > self._state.now_s
+        if sequence is None or source is None or not is_waiting or not source.is_of(peer, message.fence):
+            self._state.ignore(message)
+        else:
+            source.retry_at_s = self._state.now_s
 
     def on_take_handoff(self, peer: WorkerId, message: TakeHandoff) -> None:
         sequence, source = self.find(message.handoff_id)

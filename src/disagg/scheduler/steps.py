@@ -49,7 +49,8 @@ class Steps:
         self._rows: tuple[_Row, ...] = ()
         self._shape = StepShape()
         self._next_step = 0
-        self.recalled: frozenset[SequenceId] = frozenset()  # streams that stood until the last step's end
+        self.recalled: frozenset[SequenceId] = frozenset()  # streams that stood until the last step's end, preempted now
+        self._untold: set[SequenceId] = set()  # streams that wrote something while they stood, and have rows now
 
     @property
     def is_running(self) -> bool:
@@ -60,6 +61,7 @@ class Steps:
         self.recalled = frozenset()
         if self._running is not None:
             return
+        self._untold.clear()
         # Parts and shared steps take turns, so that nobody waits for more than one part.
         is_running = self._try_start_part(is_turn=not self._was_part) or self._try_start_shared()
         if not is_running and self._was_part:
@@ -120,6 +122,8 @@ class Steps:
 
     def _recall(self, streams: list[Sequence]) -> None:
         """They have rows again; no step runs."""
+        standing = self._state.standing
+        self._untold.update(each.sequence_id for each in streams if standing.num_tokens(each.sequence_id))
         for stream in streams:
             stream.is_in_step = False
             self._state.recall(stream)
@@ -159,8 +163,8 @@ class Steps:
             stream = waiting[first]
             first += 1
             while stream.num_computed >= len(stream.blocks) * block_size and not self._try_grow(stream):
-                if self._state.standing:
-                    self._recall_all()
+                if self._state.standing:  # some of those may have to give up their blocks
+                    self._recall(self._state.standing.all())
                     return self._streams()
                 if first == past_last:
                     if ready:  # itself the youngest; alone, it waits for a hand-off to land or to be given up
@@ -171,16 +175,6 @@ class Steps:
             else:
                 ready.append(stream)
         return ready
-
-    def _recall_all(self) -> None:
-        """Some may have to give up their blocks: what they wrote is told by its last token, while it is new."""
-        standing = self._state.standing
-        streams = [each for each in standing.all() if standing.num_tokens(each.sequence_id)]
-        self._recall(standing.all())
-        self.recalled = frozenset(each.sequence_id for each in streams)
-        for each in streams:
-            last = EmittedToken(each.sequence_id, len(each.answer_ids) - 1, each.answer_ids[-1])
-            self._state.emit_tokens((last,))
 
     def _try_grow(self, stream: Sequence) -> bool:
         cache = self._state.cache
@@ -194,6 +188,11 @@ class Steps:
         return True
 
     def _preempt(self, stream: Sequence) -> None:
+        """What it wrote while it stood is told by its last token, while that is new."""
+        if stream.sequence_id in self._untold:
+            self.recalled |= {stream.sequence_id}
+            last = len(stream.answer_ids) - 1
+            self._state.emit_tokens((EmittedToken(stream.sequence_id, last, stream.answer_ids[last]),))
         self._state.counters.add(PREEMPTIONS)
         self._state.preempt(stream)
 

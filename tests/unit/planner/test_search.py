@@ -152,7 +152,7 @@ def test_the_start_command_is_one_that_the_command_line_takes() -> None:
 
 def test_goodput_lies_between_the_rates_that_were_tried() -> None:
     def point(rate: float, attainment: float) -> Point:
-        return Point(rate, 10, attainment, 0.1, 0.1, 0.1, Stage.DECODE, 0.0)
+        return Point(rate, 10, attainment, 0.1, 0.1, 0.1, Stage.DECODE, 0.0, 1.0)
 
     assert goodput_of([], 0.9) == 0
     assert goodput_of([point(2, 0.5)], 0.9) == 0

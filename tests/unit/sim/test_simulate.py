@@ -172,6 +172,16 @@ def test_too_much_is_turned_away_and_counted(fidelity: Fidelity) -> None:
     assert totals[("disagg_rejections_total", "too_many_requests")] == report.num_turned_away
 
 
+@BOTH
+def test_who_finds_no_room_is_told_when_there_is_some_and_does_not_ask_all_the_time(fidelity: Fidelity) -> None:
+    asked = work(40, rate_per_s=50, prompt=Lengths(300), output=Lengths(60), prefixes=PrefixPool())
+    workers = pools(2, 1, num_blocks=70)
+    report = simulate(scenario(workers, asked, fidelity, max_claimed_share=1e9), 0).report
+    totals = {(count.name, count.label): count.total for count in report.fallbacks}
+    assert report.num_finished == 40
+    assert 15 < totals[("disagg_reservations_refused_total", "overloaded")] < 2 * 40
+
+
 FAULTS = {
     "prefill dies": (WorkerDies(1.0, "prefill-0"),),
     "decode dies": (WorkerDies(1.0, "decode-0"),),
@@ -227,9 +237,10 @@ ALIKE = {
 }
 
 
+@pytest.mark.parametrize("seed", [4, 11])
 @pytest.mark.parametrize("name", ALIKE)
-def test_steps_that_are_one_event_change_nothing(name: str) -> None:
-    together, alone = (simulate(msgspec.structs.replace(ALIKE[name], max_alike_steps=most), 4) for most in (64, 1))
+def test_steps_that_are_one_event_change_nothing(name: str, seed: int) -> None:
+    together, alone = (simulate(msgspec.structs.replace(ALIKE[name], max_alike_steps=most), seed) for most in (64, 1))
     assert together.records.fingerprint() == alone.records.fingerprint()
     assert together.report.decisions_digest == alone.report.decisions_digest
     assert together.report.fallbacks == alone.report.fallbacks

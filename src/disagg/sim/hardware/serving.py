@@ -66,6 +66,25 @@ class ServedTimes(msgspec.Struct, frozen=True):
     gap_beside_streams_s: float
 
 
+class LoneTimes(msgspec.Struct, frozen=True):
+    """Medians of what a lone client sees: TTFT of prompts of prompt_tokens, gaps of one stream at a mean context."""
+
+    prompt_tokens: int
+    ttft_s: float
+    context: float
+    gap_s: float
+
+
+class Speed(msgspec.Struct, frozen=True):
+    """How many times as long things take as when they were profiled: reading prompts, and steps of streams."""
+
+    prompts: float = 1.0
+    streams: float = 1.0
+
+    def mean_with(self, other: "Speed") -> "Speed":
+        return Speed((self.prompts + other.prompts) / 2, (self.streams + other.streams) / 2)
+
+
 class Serving(msgspec.Struct, frozen=True):
     """costs: steps as they are served, in place of the engine's own."""
 
@@ -73,6 +92,25 @@ class Serving(msgspec.Struct, frozen=True):
     request_s: float = 0.0  # of each request, beside its steps and its messages: HTTP, its body, its first event
     handoff_s: float = 0.0  # what a hand-off adds to a first gap when nothing else moves
     contention: Contention = Contention()
+
+    def speed_of(self, lone: LoneTimes, message_s: float) -> Speed:
+        """Of a machine on which a lone client sees this. message_s: see Scenario."""
+        costs = self.costs
+        streams = lone.gap_s / (costs.base_s + costs.stream_s + costs.context_token_s * lone.context)
+        reading_s = costs.prompt_token_s * lone.prompt_tokens + _pairs_s(costs, lone.prompt_tokens)
+        rest_s = lone.ttft_s - self.request_s - NUM_HOPS * message_s - streams * costs.base_s
+        return Speed(max(0.0, rest_s) / reading_s, streams)
+
+    def at(self, speed: Speed) -> "Serving":
+        """On a machine of that speed."""
+        costs = StepCosts(
+            base_s=speed.streams * self.costs.base_s,
+            prompt_token_s=speed.prompts * self.costs.prompt_token_s,
+            prompt_pair_s=speed.prompts * self.costs.prompt_pair_s,
+            stream_s=speed.streams * self.costs.stream_s,
+            context_token_s=speed.streams * self.costs.context_token_s,
+        )
+        return msgspec.structs.replace(self, costs=costs)
 
 
 def fit_serving(engine: StepCosts, times: ServedTimes, message_s: float) -> Serving:

@@ -8,7 +8,15 @@ import pytest
 from disagg.core.errors import ConfigurationError
 from disagg.policy.step_time import StepCosts, StepShape
 from disagg.sim.hardware.fitted import FittedModel, Profile
-from disagg.sim.hardware.serving import Contention, ServedGap, ServedPrompt, ServedTimes, fit_serving
+from disagg.sim.hardware.serving import (
+    Contention,
+    LoneTimes,
+    ServedGap,
+    ServedPrompt,
+    ServedTimes,
+    Speed,
+    fit_serving,
+)
 from disagg.sim.hardware.step_model import StepShape as Shape
 
 ENGINE = StepCosts(base_s=0.02, prompt_token_s=1e-3, prompt_pair_s=1e-7, stream_s=1e-3, context_token_s=1e-6)
@@ -85,3 +93,18 @@ def test_a_profile_with_served_times_is_simulated_as_served_and_survives_its_fil
     assert Profile.read(path) == served
     path.write_bytes(engine.encode())
     assert Profile.read(path).serving is None
+
+
+def test_the_speed_of_a_machine_follows_from_what_a_lone_client_sees() -> None:
+    serving = fit_serving(ENGINE, times(), MESSAGE_S)
+    for speed in (Speed(), Speed(1.5, 1.2), Speed(0.8, 1.1)):
+        slowed = serving.at(speed)
+        assert slowed.request_s == serving.request_s
+        ttft_s = REQUEST_S + 4 * MESSAGE_S + slowed.costs.predict(StepShape().add_chunk(0, 160))
+        seen_s = slowed.costs.predict(StepShape(num_streams=1, stream_context=172))
+        found = serving.speed_of(LoneTimes(160, ttft_s, 172.0, seen_s), MESSAGE_S)
+        assert msgspec.structs.astuple(found) == pytest.approx(msgspec.structs.astuple(speed), rel=1e-6)
+
+
+def test_the_mean_of_two_speeds() -> None:
+    assert Speed(1.0, 2.0).mean_with(Speed(2.0, 1.0)) == Speed(1.5, 1.5)
