@@ -7,12 +7,15 @@ what we wrote is not read            within write_timeout_s, or the connection i
 """
 
 import asyncio
+import time
 from typing import Any, Final
 
 import msgspec
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
+
+from disagg.router.timing import RECEIVED_S
 
 MAX_HEADER_BYTES: Final = 64 << 10
 
@@ -72,6 +75,10 @@ class ClientConnection(HttpToolsProtocol):
         """Whether the headers of one are here and its answer is not yet complete."""
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.response_complete
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"][RECEIVED_S] = time.monotonic()
 
     def on_headers_complete(self) -> None:
         self._stop_headers_timer()
