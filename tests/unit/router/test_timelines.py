@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.unit.router.site import MakeSite, Site
+from tests.unit.router.site import MakeSite, Site, listening
 from tests.unit.router.test_answers import chunks_of, says
-from tests.unit.router.test_slow_clients import DEADLINE_S, served
+from tests.unit.router.test_slow_clients import DEADLINE_S
 
 from disagg.core.errors import Unavailable
 from disagg.modelfiles.tokenizer import ModelTokenizer
 from disagg.router.access import Access, AccessKey
+from disagg.router.connection import DEFAULT_CONNECTION_LIMITS
 from disagg.router.timing import Timing
 from disagg.testing.generation import Script
 
@@ -165,7 +166,7 @@ async def test_a_request_begins_with_its_first_byte(make_site: MakeSite, is_want
     site = make_site(lambda request: Script(WORDS))
     body, wait_s = b'{"model":"tiny","prompt":"hi"}', 0.2
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Disagg-Timeline: %d\r\n" % is_wanted
-    async with asyncio.timeout(DEADLINE_S), served(site) as port:
+    async with asyncio.timeout(DEADLINE_S), listening(site.app, DEFAULT_CONNECTION_LIMITS) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         start_s = time.monotonic()
         writer.write(b"%bContent-Length: %d\r\n\r\n" % (head, len(body)))
