@@ -82,11 +82,11 @@ class QuestionFlags(msgspec.Struct, frozen=True, kw_only=True):
     def question(self) -> Question:
         """Raises ConfigurationError."""
         if not self.subject.endswith(".toml"):
-            target = self._target(DEFAULT_TARGET)
-            return Question(self.subject, self._fleet(), self._traffic(), target)
+            return Question(self.subject, self._fleet(), self._traffic(), self._target(DEFAULT_TARGET))
         file = read_scenario_file(Path(self.subject))
+        fleet, target = self._fleet_over(file), target_of(file)
         traffic = traffic_of(file) if self.trace is None and not self.rate else self._traffic()
-        return Question(file.model, self._fleet_over(file), traffic, self._target(target_of(file)))
+        return Question(file.model, fleet, traffic, self._target(target))
 
     def _fleet(self) -> Fleet:
         return Fleet(
