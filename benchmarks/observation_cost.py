@@ -189,9 +189,9 @@ class Top:
         os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> int:
-        """Its exit code after a Ctrl-C."""
+        """Its exit code once told to end."""
         self.resume()
-        os.kill(self.pid, signal.SIGINT)
+        os.kill(self.pid, signal.SIGTERM)  # a shell that runs this in the background has its children ignore SIGINT
         try:
             return self._process.wait(10.0)
         finally:
@@ -329,7 +329,7 @@ def watching(url: str) -> Iterator[Top]:
     finally:
         code = top.close()
     if code != 0:
-        raise SystemExit(f"disagg top ended with {code} after Ctrl-C")
+        raise SystemExit(f"disagg top ended with {code} when it was told to")
 
 
 def show(figures: dict[str, Any]) -> None:
