@@ -1,4 +1,4 @@
-"""Timelines, and the metric of TTFT, beside an outside client's clock: real HTTP, answers moved and given up among them.
+"""Timelines and the metric of TTFT beside an outside client: real HTTP, answers moved and given up among them.
 
 Router and workers share the test's loop, their engines sleep on threads of their own. The clients have another thread
 and another loop, reach the router through sockets, and know nothing of it but bytes and when they came.

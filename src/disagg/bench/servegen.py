@@ -3,10 +3,10 @@
     chunk-N-trace.csv       window start (s), requests/s, CV of gaps, Gamma or Weibull, its shape and scale
     chunk-N-dataset.json    period start (s) -> lengths, each a histogram in a string: "{tokens: share, ...}"
 
-The data are statistics, so requests are drawn. A client's gaps in a window come from its distribution, stretched so that
-they fill the window with as many requests as its rate says; the first is at a chance moment of the window, since windows
-begin for all clients at once and a burst would begin with every one. Lengths are drawn from the period's histograms,
-prompts and answers independently. The clock begins with the first window in which anybody asks.
+The data are statistics, so requests are drawn. Gaps of a client in a window come from its distribution, stretched so that
+they fill the window with as many requests as its rate says. The first is at a chance moment: windows begin for all
+clients at once, and a burst would begin with every one. Lengths are drawn from the period's histograms, prompts and
+answers independently. The clock begins with the first window in which anybody asks.
 """
 
 import itertools
@@ -57,6 +57,7 @@ class TraceClient:
 
     def __init__(self, trace: Path, dataset: Path) -> None:
         """Raises ConfigurationError naming the file, and the line or period."""
+        self.name = trace.name
         self.windows = _read_windows(trace)
         self._dataset = dataset
         self._periods = _read_periods(dataset)
@@ -66,10 +67,10 @@ class TraceClient:
 
     def draw_times(self, window: Window, length_s: float, rng: random.Random) -> list[float]:
         """Of the requests of a window, in no order."""
+        if not window.rate_per_s:
+            return []
         wanted = window.rate_per_s * length_s
         number = int(wanted) + (rng.random() < wanted % 1.0)
-        if not number:
-            return []
         gaps = [_GAPS[window.gaps](rng, window.shape) for _ in range(number)]
         stretch, offset = length_s / (math.fsum(gaps) or 1.0), rng.random() * length_s
         return [window.start_s + (offset + at * stretch) % length_s for at in itertools.accumulate(gaps)]
@@ -121,6 +122,10 @@ def draw_requests(folder: Path, rng: random.Random) -> Iterator[TraceRow]:
     """Of all clients, in order of time, window by window. Raises ConfigurationError."""
     clients = read_clients(folder)
     starts = sorted({start_s for client in clients for start_s in client.windows})
+    for client in clients:
+        if len(client.windows) != len(starts):
+            text = f"{client.name} has {len(client.windows)} windows, all clients together {len(starts)}"
+            raise ConfigurationError(f"{folder}: {text}: each must have the windows of all")
     lengths = [later - one for one, later in itertools.pairwise(starts)]
     lengths.append(lengths[-1] if lengths else _WINDOW_S)
     begin_s: float | None = None

@@ -1,4 +1,4 @@
-"""Rows of trace files: Mooncake (JSON lines), Azure and BurstGPT (CSV). What is wrong with one is said with its line."""
+"""Rows of trace files: Mooncake (JSON lines), Azure and BurstGPT (CSV). Faults are said with their lines."""
 
 import csv
 import datetime

@@ -88,7 +88,7 @@ class ChoiceTrack:
         self.attempts: list[Attempt] = []
         self.arrivals: list[Arrival] = []
         self.is_held = False  # text had to wait for later tokens
-        self.released_s: list[float] = []  # until when, for the first text that went out and the second; 0.0: not at all
+        self.released_s: list[float] = []  # until when, of the first text and the second; 0.0: it was not
         self.written_s: list[float] = []  # when they were out
         self.reports: dict[tuple[int, WorkerId, int], tuple[StageTime, ...]] = {}  # attempt, worker, position
         self.num_cached_tokens: int | None = None  # until a worker has said

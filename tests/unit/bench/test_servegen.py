@@ -151,6 +151,12 @@ def test_faults_are_named_by_file_and_place(make_folder: MakeFolder, trace: str,
         drawn(make_folder((trace, dataset)))
 
 
+def test_clients_have_the_same_windows(make_folder: MakeFolder) -> None:
+    one = (windows("1,1,Gamma,1,1"), DATASET)
+    with pytest.raises(ConfigurationError, match="chunk-1-trace.csv has 1 windows, all clients together 2"):
+        drawn(make_folder(one, (windows("1,1,Gamma,1,1", ""), DATASET)))
+
+
 def test_a_client_has_two_files(make_folder: MakeFolder) -> None:
     folder = make_folder((windows("1,1,Gamma,1,1"), DATASET))
     (folder / "chunk-1-dataset.json").rename(folder / "chunk-12-dataset.json")
