@@ -370,7 +370,17 @@ def main() -> None:
     print(heading(args), f"{NUM_WORKERS} fake workers, {RATE:g} requests/s of {ANSWER_TOKENS} tokens")
     with tempfile.TemporaryDirectory(prefix="disagg-bench-") as name:
         folder = write_tiny_llama(Path(name), seed=args.seed, max_context=MAX_CONTEXT)
-        command = ("router", "--model", f"{MODEL}={folder}", "--port", "0", "--control-port", "0", "--keep-timelines", "0")
+        command = (
+            "router",
+            "--model",
+            f"{MODEL}={folder}",
+            "--port",
+            "0",
+            "--control-port",
+            "0",
+            "--keep-timelines",
+            "0",
+        )
         with MarkedProcess(command) as router:
             figures = asyncio.run(measure(args, folder, router))
     show(figures)

@@ -41,9 +41,9 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     trace: Annotated[
         str, typer.Option(help="A trace on its own clock: a file, of ServeGen a folder.", rich_help_panel=WORK)
     ] = ""
-    trace_format: Annotated[
-        str, typer.Option(help=f"One of {', '.join(TRACE_FORMATS)}.", rich_help_panel=WORK)
-    ] = "mooncake"
+    trace_format: Annotated[str, typer.Option(help=f"One of {', '.join(TRACE_FORMATS)}.", rich_help_panel=WORK)] = (
+        "mooncake"
+    )
     rate_scale: Annotated[float, typer.Option(help="2: the trace twice as fast.", rich_help_panel=WORK)] = 1.0
     length_scale: Annotated[float, typer.Option(help="0.5: its lengths halved.", rich_help_panel=WORK)] = 1.0
     requests: Requests = 0
@@ -78,9 +78,9 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ReportOptions(msgspec.Struct, frozen=True):
     """Where results go; None: nowhere but to the terminal."""
 
-    html: Annotated[
-        Path | None, typer.Option("--report", help="Write one HTML page here.", rich_help_panel=OUTPUT)
-    ] = None
+    html: Annotated[Path | None, typer.Option("--report", help="Write one HTML page here.", rich_help_panel=OUTPUT)] = (
+        None
+    )
     records: Annotated[
         Path | None, typer.Option("--records", help="Write a JSON line per request here.", rich_help_panel=OUTPUT)
     ] = None
@@ -105,9 +105,7 @@ class CompareOptions(msgspec.Struct, frozen=True, kw_only=True):
 class PhasesOptions(msgspec.Struct, frozen=True, kw_only=True):
     """target: a URL, or a model to be served by one prefill and one decode worker."""
 
-    target: Annotated[
-        str, typer.Argument(metavar="URL|MODEL", help="A server, or a model to serve here.")
-    ] = "smollm2"
+    target: Annotated[str, typer.Argument(metavar="URL|MODEL", help="A server, or a model to serve here.")] = "smollm2"
     model: Annotated[str, typer.Option(help="Of a URL: where its weights are, for their geometry.")] = "smollm2"
     concurrent: Annotated[int, typer.Option(help="Requests at once.")] = 5
     prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 255

@@ -49,15 +49,11 @@ class QuestionFlags(msgspec.Struct, frozen=True, kw_only=True):
     link: Annotated[str, typer.Option(help="Between workers.", rich_help_panel=HARDWARE)] = "IB-NDR"
     weights: Annotated[Precision, typer.Option(help="Of weights.", rich_help_panel=HARDWARE)] = Precision.BF16
     kv: Annotated[Precision, typer.Option(help="Of the KV cache.", rich_help_panel=HARDWARE)] = Precision.BF16
-    engine: Annotated[
-        str, typer.Option(help="Whose overhead per step is assumed.", rich_help_panel=HARDWARE)
-    ] = "vllm"
+    engine: Annotated[str, typer.Option(help="Whose overhead per step is assumed.", rich_help_panel=HARDWARE)] = "vllm"
     trace: Annotated[
         Path | None, typer.Option(help="File of requests; of ServeGen a folder.", rich_help_panel=TRAFFIC)
     ] = None
-    trace_format: Annotated[
-        str, typer.Option(help=f"One of {', '.join(TRACE_FORMATS)}.", rich_help_panel=TRAFFIC)
-    ] = ""
+    trace_format: Annotated[str, typer.Option(help=f"One of {', '.join(TRACE_FORMATS)}.", rich_help_panel=TRAFFIC)] = ""
     rate_scale: Annotated[
         float, typer.Option(help="2: the trace's requests twice as fast.", rich_help_panel=TRAFFIC)
     ] = 1.0
@@ -130,10 +126,8 @@ class QuestionFlags(msgspec.Struct, frozen=True, kw_only=True):
             work = TraceWork(path=self.trace, format=self.trace_format, rate_scale=self.rate_scale)
             return read_traffic(self.trace.name, work, self.seed)
         if not (self.rate > 0 and self.prompt_tokens >= 1 and self.output_tokens >= 1):
-            raise ConfigurationError(
-                f"--rate {self.rate:g}, --prompt-tokens {self.prompt_tokens:g}, --output-tokens {self.output_tokens:g}: "
-                "give all three, or --trace PATH"
-            )
+            lengths = f"--prompt-tokens {self.prompt_tokens:g}, --output-tokens {self.output_tokens:g}"
+            raise ConfigurationError(f"--rate {self.rate:g}, {lengths}: give all three, or --trace PATH")
         means = (self.prompt_tokens, self.output_tokens)
         asked, answered = (Lengths(mean, SPREAD * mean, is_lognormal=True) for mean in means)
         return drawn_traffic(self.rate, asked, answered, self.seed)

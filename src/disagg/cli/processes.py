@@ -6,9 +6,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from disagg.cli import launch
+from disagg.cli import launch, router_flags, worker_flags
 from disagg.cli import options as opt
-from disagg.cli import router_flags, worker_flags
 from disagg.cli.notes import say
 from disagg.cli.router_flags import RouterFlags
 from disagg.cli.sizes import parse_address, parse_cores, parse_models

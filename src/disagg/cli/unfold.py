@@ -18,7 +18,9 @@ import msgspec
 def unfolded(command: Callable[..., None]) -> Callable[..., None]:
     """The same command as typer must see it: with a parameter for each flag."""
     hints = get_type_hints(command, include_extras=True)
-    structs = {name: kind for name, kind in hints.items() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)}
+    structs = {
+        name: kind for name, kind in hints.items() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    }
     own = {
         name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name])
         for name, parameter in inspect.signature(command).parameters.items()
@@ -30,7 +32,9 @@ def unfolded(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def flat(**given: Any) -> None:
-        folded = {name: kind(**{field: given[field] for field in kind.__struct_fields__}) for name, kind in structs.items()}
+        folded = {
+            name: kind(**{field: given[field] for field in kind.__struct_fields__}) for name, kind in structs.items()
+        }
         command(**{name: given[name] for name in own}, **folded)
 
     flat.__annotations__ = {name: flag.annotation for name, flag in flags.items()}

@@ -130,7 +130,9 @@ class WorkerFlags(EngineFlags, frozen=True, kw_only=True):
     ] = format_bytes(DEFAULTS.min_push_bytes)
     transport: Annotated[
         TransportChoice,
-        typer.Option(help="auto: shared memory between neighbours, else TCP; tcp: always.", rich_help_panel=opt.HANDOFF),
+        typer.Option(
+            help="auto: shared memory between neighbours, else TCP; tcp: always.", rich_help_panel=opt.HANDOFF
+        ),
     ] = DEFAULTS.transport
     data_connections: Annotated[
         int, typer.Option(help="TCP connections from a worker to each peer.", rich_help_panel=opt.HANDOFF)

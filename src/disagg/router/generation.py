@@ -101,7 +101,9 @@ class Generation:
         body = await read_body(request, self._limits)
         if timing is not None:
             timing.mark(Stage.RECEIVE, time.monotonic())
-        return await unless_client_goes(request.receive, self._answer(caller, body, received_s, timing, prepare, form, prefix))
+        return await unless_client_goes(
+            request.receive, self._answer(caller, body, received_s, timing, prepare, form, prefix)
+        )
 
     async def _answer(
         self,

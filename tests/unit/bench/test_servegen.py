@@ -153,7 +153,7 @@ def test_faults_are_named_by_file_and_place(make_folder: MakeFolder, trace: str,
 
 def test_clients_have_the_same_windows(make_folder: MakeFolder) -> None:
     one = (windows("1,1,Gamma,1,1"), DATASET)
-    with pytest.raises(ConfigurationError, match="chunk-1-trace.csv has 1 windows, all clients together 2"):
+    with pytest.raises(ConfigurationError, match=r"chunk-1-trace\.csv has 1 windows, all clients together 2"):
         drawn(make_folder(one, (windows("1,1,Gamma,1,1", ""), DATASET)))
 
 

@@ -62,7 +62,16 @@ def test_flags_come_back_as_structs(run: Any) -> None:
 def test_help_and_errors_are_typers_own(run: Any) -> None:
     code, output, _ = run("--help")
     assert code == 0
-    for words in ("WHERE", "--beat", "Of both ends.", "[default: 3]", "--name", "--depth", "--loud", "Say what was asked"):
+    for words in (
+        "WHERE",
+        "--beat",
+        "Of both ends.",
+        "[default: 3]",
+        "--name",
+        "--depth",
+        "--loud",
+        "Say what was asked",
+    ):
         assert words in output
     assert output.count("--beat") == 1
     assert output.index("--times") < output.index("--beat")  # a command's own come first
