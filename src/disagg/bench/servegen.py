@@ -4,9 +4,9 @@
     chunk-N-dataset.json    period start (s) -> lengths, each a histogram in a string: "{tokens: share, ...}"
 
 The data are statistics, so requests are drawn. Gaps of a client in a window come from its distribution, stretched to
-fill the window with as many requests as its rate says. The first is at a chance moment: windows begin for all clients at
-once, and a burst would begin with every one. Lengths are drawn from the period's histograms, prompts and
-answers independently. The clock begins with the first window in which anybody asks.
+fill the window with as many requests as its rate says. The first is at a chance moment: windows begin for all clients
+at once, and a burst would begin with every one. Lengths are drawn from the period's histograms, prompts and answers
+independently. The clock begins with the first window in which anybody asks.
 """
 
 import itertools
