@@ -108,7 +108,7 @@ class CpuUse(msgspec.Struct, frozen=True):
     """CPU seconds so far, of all cores together."""
 
     at_s: float
-    ours: float  # this process and all it started that still lives
+    ours: float  # this process and all it started, also what has ended and was waited for
     busy: float  # everybody, and what the hypervisor gave to others
 
 
@@ -123,7 +123,7 @@ def cpu_use() -> CpuUse:
     for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
         with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-            parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+            parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
     ours, found = 0, [os.getpid()]
     while found:
         pid = found.pop()

@@ -3,10 +3,11 @@
 usage: python benchmarks/observation_cost.py [--quick]
 
 One router process; 10 workers that compute nothing, report their state four times a second with every counter they
-could have, and write 50 answers a second. Under that load the sides take turns, in an order that changes with the
-rounds. The cost of a side is CPU time of the router beyond that of the side where nobody looks, in the same round, plus
-that of the watching process where it is ours. Beside it stands what the parts cost one by one, measured apart from the
-load: scrapes back to back. Shares are of one core.
+could have, and write 50 answers a second. The router keeps no timelines, so that those of all requests are a side of
+their own: each request then asks for its timeline, which is noted, laid out and written. Under that load the sides take
+turns, in an order that changes with the rounds. The cost of a side is CPU time of the router beyond that of the side
+where nobody looks, in the same round, plus that of the watching process where it is ours. Beside it stands what the
+parts cost one by one, measured apart from the load: scrapes back to back. Shares are of one core.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from disagg.core.ids import WorkerId
 from disagg.modelfiles.tokenizer import load_tokenizer
 from disagg.protocol.messages import CounterValue, LinkState, WorkerState
 from disagg.router.config import decode_announcement
+from disagg.router.timing import TIMELINE_HEADER
 from disagg.telemetry.metrics import WORKER_METRICS, MetricKind
 from disagg.testing.model_files import write_tiny_llama
 from disagg.testing.processes import MarkedProcess
@@ -47,6 +49,7 @@ REPORT_S = 0.25
 TOP_INTERVAL_S = 2.0  # its default
 NUM_SCRAPES = 100  # back to back
 TARGET = 0.01  # of a core
+ALL = "scrape every 5 s and top from their parts, timelines in turns, together"
 
 
 def cpu_s(pid: int) -> float:
@@ -189,9 +192,9 @@ class Top:
         os.kill(self.pid, signal.SIGCONT)
 
     def close(self) -> int:
-        """Its exit code after a Ctrl-C."""
+        """Its exit code once told to end."""
         self.resume()
-        os.kill(self.pid, signal.SIGINT)
+        os.kill(self.pid, signal.SIGTERM)  # a shell that runs this in the background has its children ignore SIGINT
         try:
             return self._process.wait(10.0)
         finally:
@@ -208,10 +211,11 @@ class Top:
 class Watched:
     """What the sides have to do with."""
 
-    def __init__(self, router_pid: int, client: HttpClient, load: Load, top: Top) -> None:
+    def __init__(self, router_pid: int, client: HttpClient, timed: HttpClient, load: Load, top: Top) -> None:
         self.router_pid = router_pid
         self.load = load  # a side may ask for more with each request
         self.client = client
+        self.timed = timed  # whose requests ask for their timelines
         self.top = top
 
     async def scrape_every(self, interval_s: float, window_s: float) -> None:
@@ -222,6 +226,12 @@ class Watched:
             await self.client.get("/metrics")
             due_s += interval_s
         await until(end_s)
+
+    async def with_timelines(self, window_s: float) -> None:
+        """Every request asks for its own."""
+        plain, self.load.client = self.load.client, self.timed
+        await asyncio.sleep(window_s)
+        self.load.client = plain
 
     async def with_top(self, window_s: float) -> None:
         self.top.resume()
@@ -235,12 +245,13 @@ class Watched:
 
 # A side is what happens during its window, of so many seconds. Another way of watching is one more of them.
 Side = Callable[[Watched, float], Awaitable[None]]
-NOBODY = "nobody looks"
+NOBODY, SCRAPES, TOP, TIMELINES = "nobody looks", "scrape every 5 s", "top every 2 s", "timelines of all"
 SIDES: dict[str, Side] = {
     NOBODY: lambda watched, window_s: asyncio.sleep(window_s),
-    "scrape every 5 s": lambda watched, window_s: watched.scrape_every(5.0, window_s),
+    SCRAPES: lambda watched, window_s: watched.scrape_every(5.0, window_s),
     "scrape every 1 s": lambda watched, window_s: watched.scrape_every(1.0, window_s),
-    "top every 2 s": lambda watched, window_s: watched.with_top(window_s),
+    TOP: lambda watched, window_s: watched.with_top(window_s),
+    TIMELINES: lambda watched, window_s: watched.with_timelines(window_s),
 }
 
 
@@ -278,9 +289,9 @@ def cost_apart(each: dict[str, float]) -> dict[str, float]:
     """Shares of a core, by side, from what the parts cost."""
     scrape_s, cluster_s, top_s = (each[name] / 1e3 for name in ("/metrics_ms", "/cluster_ms", "top_ms"))
     return {
-        "scrape every 5 s": scrape_s / 5.0,
+        SCRAPES: scrape_s / 5.0,
         "scrape every 1 s": scrape_s,
-        "top every 2 s": (scrape_s + cluster_s + top_s) / TOP_INTERVAL_S,
+        TOP: (scrape_s + cluster_s + top_s) / TOP_INTERVAL_S,
     }
 
 
@@ -294,10 +305,10 @@ async def measure(args: argparse.Namespace, folder: Path, router: MarkedProcess)
         await worker.register(announced.control)
     fleet = Fleet(workers)
     fleet.start()
-    async with HttpClient(url) as client:
+    async with HttpClient(url) as client, HttpClient(url, {TIMELINE_HEADER: "1"}) as timed:
         with watching(url) as top:
             load = Load(client)
-            watched = Watched(router.pid, client, load, top)
+            watched = Watched(router.pid, client, timed, load, top)
             await top.wait_drawn()
             top.pause()
             await asyncio.sleep(2 * REPORT_S)
@@ -310,11 +321,13 @@ async def measure(args: argparse.Namespace, folder: Path, router: MarkedProcess)
             loading.cancel()
             await load.drain()
     await fleet.stop()
+    apart_costs = cost_apart(parts)
     costs = {name: statistics.median(each[name] - each[NOBODY] for each in shares) for name in SIDES if name != NOBODY}
     return {
         "parts": parts,
-        "cost_apart": cost_apart(parts),
+        "cost_apart": apart_costs,
         "cost_in_turns": costs,
+        "cost_of_all": apart_costs[SCRAPES] + apart_costs[TOP] + costs[TIMELINES],
         "nobody_looks": statistics.median(each[NOBODY] for each in shares),
         "num_failed": load.num_failed,
         "foreign_share": foreign,
@@ -329,7 +342,7 @@ def watching(url: str) -> Iterator[Top]:
     finally:
         code = top.close()
     if code != 0:
-        raise SystemExit(f"disagg top ended with {code} after Ctrl-C")
+        raise SystemExit(f"disagg top ended with {code} when it was told to")
 
 
 def show(figures: dict[str, Any]) -> None:
@@ -340,12 +353,14 @@ def show(figures: dict[str, Any]) -> None:
     print(f"one picture of top: {parts['top_ms']:.1f} ms of its own")
     print("side              in turns under load    from its parts   (% of a core)")
     for name, cost in figures["cost_in_turns"].items():
-        print(f"{name:16s}  {100 * cost:19.2f}  {100 * figures['cost_apart'][name]:16.2f}")
+        apart_text = f"{100 * figures['cost_apart'][name]:16.2f}" if name in figures["cost_apart"] else ""
+        print(f"{name:16s}  {100 * cost:19.2f}  {apart_text}")
     warn_of_others(figures["foreign_share"])
     if figures["num_failed"]:
         print(f"{figures['num_failed']} requests failed: the figures mean little")
     for name, cost in figures["cost_apart"].items():
         print(verdict(f"{name}, share of a core from its parts", cost, TARGET, figures["foreign_share"]))
+    print(verdict(ALL, figures["cost_of_all"], TARGET, figures["foreign_share"]))
 
 
 def main() -> None:
@@ -355,7 +370,17 @@ def main() -> None:
     print(heading(args), f"{NUM_WORKERS} fake workers, {RATE:g} requests/s of {ANSWER_TOKENS} tokens")
     with tempfile.TemporaryDirectory(prefix="disagg-bench-") as name:
         folder = write_tiny_llama(Path(name), seed=args.seed, max_context=MAX_CONTEXT)
-        command = ("router", "--model", f"{MODEL}={folder}", "--port", "0", "--control-port", "0")
+        command = (
+            "router",
+            "--model",
+            f"{MODEL}={folder}",
+            "--port",
+            "0",
+            "--control-port",
+            "0",
+            "--keep-timelines",
+            "0",
+        )
         with MarkedProcess(command) as router:
             figures = asyncio.run(measure(args, folder, router))
     show(figures)

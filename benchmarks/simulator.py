@@ -26,7 +26,8 @@ from pathlib import Path
 import msgspec
 
 from disagg.bench.percentiles import summary
-from disagg.bench.traces import READERS, TraceWork
+
+from disagg.bench.traces import TRACE_FORMATS, TraceWork
 from disagg.core.errors import ConfigurationError
 from disagg.core.roles import Role
 from disagg.sim.hardware.published import published_model
@@ -261,7 +262,7 @@ def show_beside(options: argparse.Namespace, peer: SimulatorPeer, checkout: Path
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--format", choices=sorted(READERS), required=True)
+    parser.add_argument("--format", choices=sorted(TRACE_FORMATS), required=True)
     parser.add_argument("--distserve", type=Path, metavar="CHECKOUT", help="play the same in DistServe's simulator")
     parser.add_argument("--vidur", type=Path, metavar="CHECKOUT", help="play the same in Vidur")
     parser.add_argument("--requests", type=int, help="100000; beside others 2000")

@@ -7,7 +7,7 @@ from disagg.bench.comparison import BreakEven, LengthClass
 from disagg.bench.measure import LoadResult
 from disagg.bench.record import RequestRecord
 from disagg.bench.search import Trial
-from disagg.bench.stages import stage_shares
+from disagg.bench.stages import StageShare, stage_shares
 from disagg.bench.text_report import SPREAD_HEADS, percent, spread_row, spreads
 from disagg.report.axes import Axis, short
 from disagg.report.page import Section, Table, captioned
@@ -16,6 +16,7 @@ from disagg.telemetry.stages import STAGE_PLACES, Place, Stage
 from disagg.telemetry.timeline import Part, RequestTimeline
 
 NUM_ROWS = 24  # of a waterfall
+LEAST_SHARE = 0.005  # of a stage that is shown
 SHARE = Axis("share of requests", least=0.0, most=1.0)
 KINDS = ("until the first token", "until the second", "rest of the answer", "not yet sent by this client")
 STAGE_KINDS = ("router", "queues", "prefill", "visible hand-off", "decode", "network")
@@ -26,13 +27,16 @@ INTERVAL_NOTE = "In brackets: 95 % confidence, by drawing whole requests again (
 
 def summary_section(heading: str, results: Sequence[LoadResult], notes: Sequence[str] = ()) -> Section:
     """Rates, attainment and failures, a row per load."""
-    heads = ("", "requests", "failed", "requests/s", "output tokens/s", "attain the targets", "goodput/s")
+    heads: tuple[str, ...] = ("requests", "failed", "requests/s", "output tokens/s", "attain the targets", "goodput/s")
     rows = []
+    has_labels = any(result.label for result in results)
     for result in results:
         f = result.figures
         numbers = (f"{f.requests_per_s:.2f}", f"{f.output_tokens_per_s:.1f}", percent(f.attainment))
         failed = ", ".join(f"{kind} {count}" for kind, count in sorted(f.lapses.items())) or "0"
-        rows.append((result.label, str(f.num_requests), failed, *numbers, f"{f.goodput_per_s:.2f}"))
+        label = (result.label,) if has_labels else ()
+        rows.append((*label, str(f.num_requests), failed, *numbers, f"{f.goodput_per_s:.2f}"))
+    heads = ("", *heads) if has_labels else heads
     return Section(heading, " ".join(notes), (Table(heads, tuple(rows)),))
 
 
@@ -110,17 +114,16 @@ def waterfall_plot(result: LoadResult) -> str | None:
         return None
     step = max(1, math.ceil(len(whole) / NUM_ROWS))
     sampled = whole[::step]
-    start_s = min(record.due_s for record in sampled)
     title = f"Sampled requests, {result.label}" if result.label else "Sampled requests"
-    rows = [_row(record, start_s) for record in sampled]
-    caption = "A row per request, from the time it was due; each light line is a token. Left: prompt tokens."
+    rows = [_row(record) for record in sampled]
+    caption = "A row per request, in order, each from when it was due; each light line is a token. Left: prompt tokens."
     return captioned(waterfall(title, "seconds", rows, KINDS), caption)
 
 
-def _row(record: RequestRecord, start_s: float) -> Row:
-    token_s = [at_s - start_s for at_s in record.token_s]
-    moments = [record.due_s - start_s, record.sent_s - start_s, token_s[0]]
-    spans = [Span(moments[0], moments[1], 3), Span(moments[1], moments[2], 0)]
+def _row(record: RequestRecord) -> Row:
+    token_s = [at_s - record.due_s for at_s in record.token_s]
+    sent_s = record.sent_s - record.due_s
+    spans = [Span(0.0, sent_s, 3), Span(sent_s, token_s[0], 0)]
     if len(token_s) > 1:
         spans.append(Span(token_s[0], token_s[1], 1))
         spans.append(Span(token_s[1], token_s[-1], 2))
@@ -149,18 +152,21 @@ def request_section(results: Sequence[LoadResult]) -> Section:
     plots = [plot for result in results if (plot := waterfall_plot(result)) is not None]
     plots += [plot for result in results if (plot := stage_plot(result)) is not None]
     rows = tuple(row for result in results for row in _stage_rows(result))
-    heads = ("stage", "of", "mean, ms", "share")
+    heads = ("stage", "of TTFT: mean, ms", "share", "of the first gap: mean, ms", "share")
     return Section("Requests", tables=(Table(heads, rows),) if rows else (), plots=tuple(plots))
 
 
 def _stage_rows(result: LoadResult) -> list[tuple[str, ...]]:
-    parts = (("TTFT", Part.TTFT), ("first gap", Part.FIRST_GAP))
-    found = [(name, each) for name, part in parts for each in stage_shares(result.observation.timelines, part)]
-    return [
-        (f"{result.label} {each.stage.value}".strip(), name, f"{1e3 * each.mean_s:.1f}", f"{100 * each.share:.0f} %")
-        for name, each in found
-        if each.share >= 0.005
-    ]
+    """A row for each stage that has some time of either part, in the order in which they come."""
+    parts = (Part.TTFT, Part.FIRST_GAP)
+    found = [{each.stage: each for each in stage_shares(result.observation.timelines, part)} for part in parts]
+    shown = [stage for stage in Stage if any(part[stage].share >= LEAST_SHARE for part in found if stage in part)]
+    names = {stage: f"{result.label} {stage.value.replace('_', ' ')}".strip() for stage in shown}
+    return [(names[stage], *(text for part in found for text in _share_cells(part.get(stage)))) for stage in shown]
+
+
+def _share_cells(found: StageShare | None) -> tuple[str, str]:
+    return (f"{1e3 * found.mean_s:.1f}", f"{100 * found.share:.0f} %") if found is not None else ("", "")
 
 
 def stage_plot(result: LoadResult) -> str | None:

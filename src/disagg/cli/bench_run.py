@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from disagg import __version__
 from disagg.bench.client import Api
 from disagg.bench.html_report import (
     attainment_plot,
@@ -178,7 +179,7 @@ def _show(results: list[LoadResult], limit: Limit | None, asked: LoadOptions, re
         write_records(report.records, (record for result in results for record in result.records))
     if report.html is not None:
         sections = _sections(results, limit)
-        subtitle = f"{' '.join(filter(None, (asked.target, asked.scenario)))}, seed {asked.seed}"
+        subtitle = f"{asked.target}: {load_in_words(asked)}; disagg {__version__}"
         write_page(report.html, page("disagg bench", subtitle, sections, [sentence] if sentence else []))
 
 
@@ -200,6 +201,22 @@ def _sections(results: list[LoadResult], limit: Limit | None) -> list[Section]:
     )
     sections = [summary, latency_section("Latency", shown), request_section(shown), worker_section(shown)]
     return [section for section in sections if section is not None]
+
+
+def load_in_words(asked: LoadOptions) -> str:
+    """How much, how fast, and by what chance."""
+    name = asked.scenario if _is_url(asked.target) else asked.target
+    if asked.trace:
+        scales = f"its clock at {asked.rate_scale:g} times, its lengths at {asked.length_scale:g} times"
+        return f"{asked.trace_format} trace {Path(asked.trace).name}, {scales}, seed {asked.seed}"
+    what = f"scenario {name}" if name else f"{asked.prompt_tokens} prompt and {asked.output_tokens} answer tokens"
+    if asked.clients:
+        how = f"{asked.clients} clients, each asks when answered"
+    elif asked.rate:
+        how = f"{asked.rate:g} requests/s ({asked.arrivals})"
+    else:
+        how = "at the scenario's rate"
+    return f"{what}, {how}, seed {asked.seed}"
 
 
 def limit_sentence(limit: Limit) -> str:

@@ -1,21 +1,21 @@
-"""What `disagg profile` was asked, between its command line and its work."""
+"""What `disagg profile` was asked: its own flags."""
 
-import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated
+
+import msgspec
+import typer
 
 
-class ProfileOptions(NamedTuple):
-    """hardware: empty for the processor's name or the device's."""
+class ProfileOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Beside what the model is computed with."""
 
-    out: Path
-    hardware: str
-    repeats: int
-    max_prompt: int  # tokens of one step
-    max_streams: int
-    limit_s: float  # after which no round is begun
-    served_rounds: int = 0  # of loads on the model served here; 0: only the engine is timed
-
-
-def say(line: str) -> None:
-    print(f"disagg: {line}", file=sys.stderr, flush=True)
+    out: Annotated[Path, typer.Option(help="Where the profile goes, as JSON.")] = Path("profile.json")
+    hardware: Annotated[str, typer.Option(help="What to call this hardware. Default: the processor or --device.")] = ""
+    repeats: Annotated[int, typer.Option(help="Steps of each shape that count; their median is taken.")] = 7
+    max_prompt: Annotated[int, typer.Option(help="Most prompt tokens of one step.")] = 1024
+    max_streams: Annotated[int, typer.Option(help="Most streams of one step.")] = 32
+    limit_s: Annotated[float, typer.Option(help="Seconds after which no round of all shapes is begun.")] = 120.0
+    served_rounds: Annotated[
+        int, typer.Option(help="Also serve it by two workers and time so many rounds of steady loads; 0: only steps.")
+    ] = 0

@@ -25,6 +25,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     slo_class: str = "default"
     tenant: str = ""  # whose turn it is among others of its priority
     cache_salt: str = ""  # KV is shared only between requests with the same one
+    received_s: float | None = None  # when its first byte was here, on the router's clock; None: when it is submitted
 
 
 class TokensDelivered(msgspec.Struct, frozen=True):

@@ -75,6 +75,7 @@ class OpenAnswer:
         self._held: dict[int, list[TokensDelivered]] = {}  # by prompt: what came before the prompt's scores
         self._num_prompt_tokens = sum(len(request.prompt_ids) for request in requests)
         self._num_choices = requests[0].num_choices
+        self._tracked = [choice for track in tracks for choice in track.choices]
         self._streams = _submit_all(service, requests, tracks)
         self._events: _Events = _SingleEvents(self._streams[0]) if len(self._streams) == 1 else _Merged(self._streams)
         stops = StopAutomaton(params.stop) if params.stop else None
@@ -164,7 +165,11 @@ class OpenAnswer:
         piece = choice.feed(event.tokens, event.finish_reason)
         if choice.is_stopped_by_text and not was_finished and event.finish_reason is None:
             self._streams[number].finish_choice(event.choice)
-        return pieces if piece is None else [*pieces, piece]
+        if piece is not None:
+            return [*pieces, piece]
+        if self._tracked:
+            self._tracked[choice.index].is_held = True
+        return pieces
 
     def push_to(self, take: Callable[[TokensDelivered], bool]) -> None:
         """Offer `take` tokens the moment they come, while next_pieces() waits. Those it takes must be given to feed().

@@ -7,6 +7,7 @@ what we wrote is not read            within write_timeout_s, or the connection i
 """
 
 import asyncio
+import time
 from typing import Any, Final
 
 import msgspec
@@ -16,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from disagg.router.sse import DIRECT_BODY
+from disagg.router.timing import RECEIVED_S
 
 MAX_HEADER_BYTES: Final = 64 << 10
 
@@ -98,6 +100,7 @@ class ClientConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {DIRECT_BODY: {"body": ChunkedBody(self.transport, self.flow)}}
+        self.scope["state"][RECEIVED_S] = time.monotonic()
 
     def on_headers_complete(self) -> None:
         self._stop_headers_timer()

@@ -41,7 +41,7 @@ from disagg.router.models import ServedModels
 from disagg.router.openai_types import SharedParams, read_chat, read_completion
 from disagg.router.sse import DONE, DirectBody, EventStream, event, unless_client_goes
 from disagg.router.text import ModelText, chat_requests, completion_requests
-from disagg.router.timing import AnswerTiming, Timing
+from disagg.router.timing import AnswerTiming, Timing, time_received
 from disagg.telemetry.metrics import REJECTIONS
 from disagg.telemetry.stages import Stage
 
@@ -97,14 +97,24 @@ class Generation:
 
     async def _generate(self, request: Request, prepare: Prepare, form: Format, prefix: str) -> Response:
         caller = self._access.caller(request.headers)
-        timing = self._timing.begin(request.scope["path"], request.headers)
+        received_s = time_received(request.scope)
+        timing = self._timing.begin(request.scope["path"], request.headers, received_s)
         body = await read_body(request, self._limits)
         if timing is not None:
             timing.mark(Stage.RECEIVE, time.monotonic())
-        return await unless_client_goes(request.receive, self._answer(caller, body, timing, prepare, form, prefix))
+        return await unless_client_goes(
+            request.receive, self._answer(caller, body, received_s, timing, prepare, form, prefix)
+        )
 
     async def _answer(
-        self, caller: Caller, body: bytes, timing: AnswerTiming | None, prepare: Prepare, form: Format, prefix: str
+        self,
+        caller: Caller,
+        body: bytes,
+        received_s: float,
+        timing: AnswerTiming | None,
+        prepare: Prepare,
+        form: Format,
+        prefix: str,
     ) -> Response:
         statuses, depth = self._models.statuses(), self._limits.max_depth
         loop = asyncio.get_running_loop()
@@ -112,7 +122,7 @@ class Generation:
         job = await loop.run_in_executor(self._text_threads, work)
         params, tokenizer = job.params, job.text.tokenizer
         self._admit(caller, job.requests)
-        requests = [_of(caller, each) for each in job.requests]
+        requests = [_of(caller, each, received_s) for each in job.requests]
         tracks = timing.open(requests) if timing is not None else ()
         answer = OpenAnswer(self._service, requests, tokenizer, params, job.written, job.reading, tracks)
         is_handed_over = False
@@ -186,9 +196,14 @@ def _noted(work: Callable[[], Prepared], timing: AnswerTiming | None) -> Callabl
     return noted
 
 
-def _of(caller: Caller, request: GenerateRequest) -> GenerateRequest:
+def _of(caller: Caller, request: GenerateRequest, received_s: float) -> GenerateRequest:
     return msgspec.structs.replace(
-        request, priority=caller.priority, slo_class=caller.slo_class, tenant=caller.name, cache_salt=caller.name
+        request,
+        priority=caller.priority,
+        slo_class=caller.slo_class,
+        tenant=caller.name,
+        cache_salt=caller.name,
+        received_s=received_s,
     )
 
 
@@ -263,6 +278,8 @@ class _Chunks:
             for piece, shown in zip(pieces, written, strict=True):
                 if shown:
                     self._timing.show(piece.index)
+                else:
+                    self._timing.hold(piece.index)
         return b"".join(written)
 
     def _counts(self) -> Usage | None:

@@ -226,7 +226,8 @@ class LiveService:
         request_id, actions = self._dispatcher.submit(request, now_s, track)
         opened = self._dispatcher.open_request(request_id)
         path = opened.path if opened is not None else Path.MIXED
-        times = StreamTimes(self._metrics, path, request.num_choices, now_s)
+        start_s = now_s if request.received_s is None else request.received_s
+        times = StreamTimes(self._metrics, path, request.num_choices, start_s)
         stream = LiveStream(self, request_id, opened, request.num_choices, times)
         self._streams[request_id] = stream
         self._act(actions, now_s)

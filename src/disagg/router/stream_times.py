@@ -18,7 +18,10 @@ class _ChoiceTimes:
 
 
 class StreamTimes:
-    """Counts an answer's tokens and the time between them. Answers that fail or are left are not whole: no TPOT."""
+    """Counts an answer's tokens and the time between them, from when its request was received (start_s) on.
+
+    Answers that fail or are left are not whole: no TPOT.
+    """
 
     def __init__(self, metrics: RouterMetrics, path: Path, num_choices: int, start_s: float) -> None:
         self._ttft, self._itl = metrics.times(TTFT_SECONDS, path), metrics.times(ITL_SECONDS, path)
@@ -28,7 +31,7 @@ class StreamTimes:
         self._num_open = num_choices
 
     def note_tokens(self, choice: int, num_tokens: int, now_s: float) -> None:
-        """Tokens that are sent together."""
+        """Tokens that came together; whether their text may go out is not asked."""
         times = self._choices[choice]
         if times.num_tokens == 0:
             times.first_s = now_s

@@ -1,6 +1,6 @@
 """Where the time of a request goes, as its front sees it: whose is noted, what becomes of it.
 
-1 begin    when the headers are here: None for a request that nobody wants to know of, which then costs nothing
+1 begin    with its first byte; None for a request that nobody wants to know of, which then costs nothing
 2 the front says when the body was read, when a text thread had it, and when text was written
 3 the service fills the tracks with what its workers say
 4 end      kept among the last ones, and given to whoever exports traces
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
+from starlette.types import Scope
 
 from disagg.core.errors import InvalidRequest
 from disagg.dispatch.stream import GenerateRequest
@@ -20,6 +21,13 @@ from disagg.telemetry.track import ChoiceTrack, Head, RequestTrack, TrackStore
 
 TIMELINE_HEADER: Final = "x-disagg-timeline"
 _TRACE_HEADERS: Final = ("traceparent", "tracestate")
+RECEIVED_S: Final = "disagg_received_s"  # in a request's state: when its first byte was here, on time.monotonic()
+
+
+def time_received(scope: Scope) -> float:
+    """When the request's first byte was here; now, behind a server that does not say."""
+    found: float | None = scope.get("state", {}).get(RECEIVED_S)
+    return time.monotonic() if found is None else found
 
 
 class Export(Protocol):
@@ -35,12 +43,14 @@ class Export(Protocol):
 class AnswerTiming:
     """Times of one HTTP request, and the tracks of its prompts."""
 
-    def __init__(self, endpoint: str, trace: Mapping[str, str], unix_s: float, *, is_shown: bool) -> None:
+    def __init__(
+        self, endpoint: str, trace: Mapping[str, str], received_s: float, unix_s: float, *, is_shown: bool
+    ) -> None:
         self.endpoint = endpoint
         self.trace = trace
         self.is_shown = is_shown  # in the answer itself
         self.tracks: tuple[RequestTrack, ...] = ()
-        self._received_s = time.monotonic()
+        self._received_s = received_s
         self._received_at = unix_s
         self._marks: list[tuple[Stage, float]] = []
         self._choices: list[ChoiceTrack] = []
@@ -73,7 +83,12 @@ class AnswerTiming:
         """Text of one more token of a choice goes out with the next write."""
         choice = self._choices[index]
         if not choice.is_written:
+            choice.release(time.monotonic() if choice.is_held else 0.0)
             self._shown.append(choice)
+
+    def hold(self, index: int) -> None:
+        """Tokens of a choice have come whose text cannot go out yet."""
+        self._choices[index].is_held = True
 
     def wrote(self) -> None:
         """What was shown is with the client, as far as this process knows."""
@@ -109,7 +124,7 @@ class Timing:
         self._unix_clock = unix_clock
         self._export = export
 
-    def begin(self, endpoint: str, headers: Mapping[str, str]) -> AnswerTiming | None:
+    def begin(self, endpoint: str, headers: Mapping[str, str], received_s: float) -> AnswerTiming | None:
         """Raises InvalidRequest for a header that makes no sense."""
         wanted = headers.get(TIMELINE_HEADER, "0").strip()
         if wanted not in ("0", "1"):
@@ -119,7 +134,7 @@ class Timing:
         if not self._is_all and wanted == "0":
             return None
         trace = {name: headers[name] for name in _TRACE_HEADERS if name in headers} if self._export else {}
-        return AnswerTiming(endpoint, trace, self._unix_clock(), is_shown=wanted == "1")
+        return AnswerTiming(endpoint, trace, received_s, self._unix_clock(), is_shown=wanted == "1")
 
     def end(self, timing: AnswerTiming) -> None:
         """The answer is over, whichever way."""

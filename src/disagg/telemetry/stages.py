@@ -38,7 +38,8 @@ class Stage(enum.StrEnum):
     NETWORK_PREFILL = "network_router_prefill"  # of the router's round trip what the prefill worker has not spent
     NETWORK_DECODE = "network_router_decode"  # the same of the worker that writes
     UNREPORTED = "unreported"  # a worker that did not say what it spent
-    WRITE = "write"  # from a token's coming to its text's having been written to the client
+    HELD = "held"  # text waits for later tokens: a stop string, a call or a character may begin in it
+    WRITE = "write"  # from a token's coming, or from when its text may go out, to its having been written to the client
     STREAM = "stream"  # all tokens after the second
 
 
@@ -57,6 +58,7 @@ STAGE_PLACES: dict[Stage, Place] = {
     Stage.NETWORK_PREFILL: Place.NETWORK,
     Stage.NETWORK_DECODE: Place.NETWORK,
     Stage.UNREPORTED: Place.ROUTER,
+    Stage.HELD: Place.ROUTER,
     Stage.WRITE: Place.ROUTER,
     Stage.STREAM: Place.DECODE,
 }

@@ -145,6 +145,8 @@ class _Layout:
             self._part, begin_s = part, self._at_s
             self._arrive(arrival, choice.arrivals[number - 1] if number else None)
             if number < len(choice.written_s):
+                if number < len(choice.released_s):
+                    self._until(Stage.HELD, choice.released_s[number])
                 self._until(Stage.WRITE, choice.written_s[number])
             ends[number] = self._at_s - (begin_s if number else received_s)
         end_s = self._at_s if choice.ended_s is None else choice.ended_s

@@ -75,9 +75,11 @@ class ChoiceTrack:
         "handoff_bytes",
         "hidden_bytes",
         "hidden_s",
+        "is_held",
         "num_cached_tokens",
         "num_output_tokens",
         "outcome",
+        "released_s",
         "reports",
         "written_s",
     )
@@ -85,7 +87,9 @@ class ChoiceTrack:
     def __init__(self) -> None:
         self.attempts: list[Attempt] = []
         self.arrivals: list[Arrival] = []
-        self.written_s: list[float] = []  # when the text of the first, the second token was out
+        self.is_held = False  # text had to wait for later tokens
+        self.released_s: list[float] = []  # until when, of the first text and the second; 0.0: it was not
+        self.written_s: list[float] = []  # when they were out
         self.reports: dict[tuple[int, WorkerId, int], tuple[StageTime, ...]] = {}  # attempt, worker, position
         self.num_cached_tokens: int | None = None  # until a worker has said
         self.num_output_tokens = 0
@@ -139,8 +143,13 @@ class ChoiceTrack:
 
     # --- by the front ------------------------------------------------------------------------------------------
 
+    def release(self, at_s: float) -> None:
+        """The next text may go out; since at_s, if it had been held back, else 0.0."""
+        if len(self.released_s) < NUM_TIMED:
+            self.released_s.append(at_s)
+
     def write(self, now_s: float) -> None:
-        """Text of the next token has been written to the client."""
+        """The next text has been written to the client."""
         if len(self.written_s) < NUM_TIMED:
             self.written_s.append(now_s)
 

@@ -53,7 +53,8 @@ def test_reports_say_where_the_time_went() -> None:
     section = request_section([observed()])
     assert len(section.plots) == 2
     assert "Stages of requests, separate" in section.plots[1]
-    assert ("separate prefill", "TTFT", "4000.0", "40 %") in section.tables[0].rows
+    assert ("separate prefill", "4000.0", "40 %", "", "") in section.tables[0].rows
+    assert "separate first step" in [row[0] for row in section.tables[0].rows]
 
 
 def test_a_server_without_timelines_is_reported_as_ever() -> None:

@@ -59,6 +59,13 @@ def test_azure_and_burstgpt_rows(make_file: MakeFile) -> None:
     assert [(r.due_s, r.num_prompt_tokens, r.num_output_tokens) for r in rows] == [(5.0, 472, 18), (118.0, 1087, 230)]
 
 
+def test_later_azure_files_name_their_zone(make_file: MakeFile) -> None:
+    stamps = ("2024-05-10 00:00:00.009930+00:00", "2024-05-10 00:00:01+00:00")
+    lines = "".join(f"{stamp},5,6\n" for stamp in stamps)
+    rows = requests_of(make_file("a.csv", b"TIMESTAMP,ContextTokens,GeneratedTokens\n" + lines.encode()), "azure")
+    assert [row.due_s for row in rows] == [0.0, pytest.approx(0.99007)]
+
+
 def test_a_trace_begins_again_with_other_prompts(make_file: MakeFile) -> None:
     rows = requests_of(make_file("m.jsonl", MOONCAKE), "mooncake", num_requests=5)
     assert [row.due_s for row in rows] == [0.0, 1.5, 1.5, 3.0, 3.0]
@@ -86,6 +93,7 @@ def test_prompts_and_answers_can_be_cut(make_file: MakeFile) -> None:
         ("azure", AZURE + b"\n2023-11-16 18:15:51.0,1\n", r"line 4: 2 fields, the first line names 3"),
         ("azure", BURST, r"line 1: no column TIMESTAMP, ContextTokens"),
         ("burstgpt", BURST.replace(b"118", b"soon"), r"line 4: 'soon' is no number of seconds"),
+        ("burstgpt", BURST.replace(b"118", b"inf"), r"line 4: its time is inf s"),
         ("burstgpt", BURST + b"\xff\n", "is not text"),
         ("azure", b"TIMESTAMP,ContextTokens,GeneratedTokens\n", "has no request"),
     ],
@@ -104,7 +112,7 @@ def test_bad_rows_are_named_by_file_and_line(
 
 def test_what_is_not_there_is_said_at_the_start(make_file: MakeFile) -> None:
     path = make_file("m.jsonl", MOONCAKE)
-    with pytest.raises(ConfigurationError, match="'pcap' is not one of mooncake, azure, burstgpt"):
+    with pytest.raises(ConfigurationError, match="'pcap' is not one of mooncake, azure, burstgpt, servegen"):
         requests_of(path, "pcap")
     with pytest.raises(ConfigurationError, match="no trace file"):
         requests_of(path.with_name("gone"), "mooncake")

@@ -14,7 +14,7 @@ from disagg.bench.search import RateSearch, Trial
 from disagg.cli import launch
 from disagg.cli.bench_options import CompareOptions, LoadOptions, PhasesOptions, ReportOptions
 from disagg.cli.bench_phases import Limits, Phase, describe, phases_of, shape_of
-from disagg.cli.bench_run import limit_sentence, plan_of
+from disagg.cli.bench_run import limit_sentence, load_in_words, plan_of
 from disagg.cli.main import main
 from disagg.testing.processes import MarkedProcess
 
@@ -163,3 +163,19 @@ def test_phases_are_parted_by_the_last_first_token(smollm2_path: Path) -> None:
     assert Phase("x", 1.0, 1, 1e9, 1e9).bound(limits) == "bandwidth"
     assert Phase("x", 1.0, 1, 100e9, 1e9).floor_s(limits) == pytest.approx(1.0)
     assert "bound by bandwidth" in "\n".join(describe([prefill, decode], limits, asked))
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (LoadOptions(target="http://x", rate=2.5), "256 prompt and 64 answer tokens, 2.5 requests/s (poisson), seed 7"),
+        (LoadOptions(target="http://x", scenario="chat", seed=1), "scenario chat, at the scenario's rate, seed 1"),
+        (LoadOptions(target="rag", clients=8), "scenario rag, 8 clients, each asks when answered, seed 7"),
+        (
+            LoadOptions(target="http://x", trace="/a/b.csv", trace_format="azure", rate_scale=0.1),
+            "azure trace b.csv, its clock at 0.1 times, its lengths at 1 times, seed 7",
+        ),
+    ],
+)
+def test_a_page_says_what_was_asked(asked: LoadOptions, words: str) -> None:
+    assert load_in_words(asked) == words

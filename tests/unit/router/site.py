@@ -1,11 +1,18 @@
 """One application under test."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import httpx
 from starlette.types import ASGIApp
 
+from disagg.router.connection import ConnectionLimits
+from disagg.router.listening import listen
+from disagg.router.server import HttpServer, TlsFiles
 from disagg.testing.generation import FakeGenerationService
+
+STOP_TIMEOUT_S = 20.0
 
 
 class Site:
@@ -25,3 +32,16 @@ class Site:
 
 
 MakeSite = Callable[..., Site]
+
+
+@asynccontextmanager
+async def listening(app: ASGIApp, limits: ConnectionLimits, tls: TlsFiles | None = None) -> AsyncIterator[int]:
+    """The port of an application behind the router's own server."""
+    server, listener = HttpServer(app, limits, tls), listen("127.0.0.1", 0)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await asyncio.wait_for(task, STOP_TIMEOUT_S)
+        listener.close()

@@ -5,21 +5,19 @@ import gc
 import json
 import resource
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import httpx
 import pytest
-from tests.unit.router.site import MakeSite, Site
+from tests.unit.router.site import MakeSite, Site, listening
 from tests.unit.transport.rigs import open_descriptors
 from tests.unit.worker.rigs import until
 
 from disagg.modelfiles.tokenizer import ModelTokenizer
 from disagg.router.body import BodyLimits
 from disagg.router.connection import MAX_HEADER_BYTES, ConnectionLimits
-from disagg.router.listening import listen
-from disagg.router.server import HttpServer, TlsFiles
+from disagg.router.server import TlsFiles
 from disagg.testing.generation import Script
 
 DEADLINE_S = 20.0
@@ -28,17 +26,10 @@ LIMITS = ConnectionLimits(header_timeout_s=0.3, write_timeout_s=0.3, keep_alive_
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
 
 
-@asynccontextmanager
-async def served(site: Site, limits: ConnectionLimits = LIMITS, tls: TlsFiles | None = None) -> AsyncIterator[int]:
-    """The port of a site behind the router's own server."""
-    server, listener = HttpServer(site.app, limits, tls), listen("127.0.0.1", 0)
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await asyncio.wait_for(task, DEADLINE_S)
-        listener.close()
+def served(
+    site: Site, limits: ConnectionLimits = LIMITS, tls: TlsFiles | None = None
+) -> AbstractAsyncContextManager[int]:
+    return listening(site.app, limits, tls)
 
 
 async def until_closed(reader: asyncio.StreamReader) -> bytes:

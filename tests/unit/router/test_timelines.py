@@ -1,14 +1,20 @@
 """Timelines as clients ask for them: in their answer, and afterwards."""
 
+import asyncio
+import json
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.unit.router.site import MakeSite, Site
-from tests.unit.router.test_answers import chunks_of
+from tests.unit.router.site import MakeSite, Site, listening
+from tests.unit.router.test_answers import chunks_of, says
+from tests.unit.router.test_slow_clients import DEADLINE_S
 
 from disagg.core.errors import Unavailable
+from disagg.modelfiles.tokenizer import ModelTokenizer
 from disagg.router.access import Access, AccessKey
+from disagg.router.connection import DEFAULT_CONNECTION_LIMITS
 from disagg.router.timing import Timing
 from disagg.testing.generation import Script
 
@@ -126,3 +132,55 @@ async def test_a_key_shows_its_own_requests_only(make_site: MakeSite) -> None:
     assert (await site.client.get(f"/timeline/{answer['id']}", headers=one)).status_code == 200
     assert (await site.client.get(f"/timeline/{answer['id']}", headers=other)).status_code == 404
     assert (await site.client.get("/timeline")).status_code == 401
+
+
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "fields", "is_held"),
+    [
+        ("/v1/completions", "hello there", {}, False),
+        ("/v1/completions", "hello there", {"stop": ["xyz"]}, False),
+        ("/v1/completions", "hello there", {"stop": ["hello world"]}, True),
+        ("/v1/completions", "\N{UPSIDE-DOWN FACE}!", {}, True),
+        ("/v1/chat/completions", "hello there", {"tools": [WEATHER]}, False),
+        ("/v1/chat/completions", "<tool> is a word", {"tools": [WEATHER]}, True),
+    ],
+)
+async def test_text_that_must_wait_for_later_tokens_is_held(
+    make_site: MakeSite, tokenizer: ModelTokenizer, path: str, said: str, fields: dict[str, Any], is_held: bool
+) -> None:
+    site = make_site(lambda request: says(tokenizer, said))
+    last = chunks_of(await ask(site, path, WANTED, stream=True, max_tokens=50, **fields))[-1]
+    ((choice,),) = (timeline["choices"] for timeline in last["disagg"]["timelines"])
+    stages = [(stage["part"], stage["stage"]) for stage in choice["stages"]]
+    assert ("ttft", "write") in stages
+    assert (("ttft", "held") in stages) == is_held
+    assert (("first_gap", "held") in stages) == is_held
+
+
+@pytest.mark.parametrize("is_wanted", [0, 1])
+async def test_a_request_begins_with_its_first_byte(make_site: MakeSite, is_wanted: int) -> None:
+    """Also where the body comes much later, and whether or not anybody wants its timeline."""
+    site = make_site(lambda request: Script(WORDS))
+    body, wait_s = b'{"model":"tiny","prompt":"hi"}', 0.2
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Disagg-Timeline: %d\r\n" % is_wanted
+    async with asyncio.timeout(DEADLINE_S), listening(site.app, DEFAULT_CONNECTION_LIMITS) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        start_s = time.monotonic()
+        writer.write(b"%bContent-Length: %d\r\n\r\n" % (head, len(body)))
+        await asyncio.sleep(wait_s)
+        writer.write(body)
+        answer = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
+        took_s = time.monotonic() - start_s
+        writer.close()
+        await writer.wait_closed()
+    received_s = site.service.streams[0].request.received_s
+    assert received_s is not None
+    assert 0 <= received_s - start_s < wait_s
+    assert ("disagg" in answer) == bool(is_wanted)
+    for timeline in answer.get("disagg", {"timelines": ()})["timelines"]:
+        (choice,) = timeline["choices"]
+        receive_s = sum(stage["seconds"] for stage in choice["stages"] if stage["stage"] == "receive")
+        assert wait_s * 0.9 < receive_s < choice["ttft_s"] < took_s

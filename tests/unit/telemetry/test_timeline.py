@@ -109,6 +109,18 @@ def test_a_second_token_that_is_here_before_the_first_is_written_costs_only_its_
     assert [(each.stage, each.seconds) for each in choice.stages if each.part is Part.FIRST_GAP] == [(Stage.WRITE, 1.0)]
 
 
+def test_text_that_waits_for_later_tokens_is_held_until_it_may_go_out() -> None:
+    track = remote()
+    front = track.choices[0]
+    for released_s in (113.0, 117.0):
+        front.release(released_s)
+        front.write(released_s + 0.5)
+    choice = laid(track)
+    assert (choice.ttft_s, choice.first_gap_s) == (13.5, 4.0)
+    assert [choice.seconds(part, Stage.HELD) for part in (Part.TTFT, Part.FIRST_GAP)] == [3.0, 3.0]
+    assert [choice.seconds(part, Stage.WRITE) for part in (Part.TTFT, Part.FIRST_GAP)] == [0.5, 0.5]
+
+
 def test_the_decode_worker_may_bring_the_first_token_too() -> None:
     """Its word stands where nobody says more, else the prefill worker's own."""
     for is_reported in (False, True):
