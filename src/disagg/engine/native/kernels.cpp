@@ -473,6 +473,14 @@ static void merge(int64_t num_pairs, int64_t head_dim, const Sums &part, const S
 
 static Sums sums_at(float *memory, int64_t num_pairs) { return {memory, memory + num_pairs, memory + 2 * num_pairs}; }
 
+static Sums no_sums(float *memory, int64_t num_pairs, int64_t head_dim) {
+    Sums total = sums_at(memory, num_pairs);
+    std::fill(total.peak, total.peak + num_pairs, NONE);
+    std::fill(total.weight, total.weight + num_pairs, 0.0f);
+    std::memset(total.values, 0, num_pairs * head_dim * sizeof(float));
+    return total;
+}
+
 static void write_out(const Attention &a, int64_t row, int64_t rows, int64_t kv_head, const Sums &total) {
     int64_t group = a.num_heads / a.num_kv_heads;
     for (int64_t r = 0; r < rows; r++)
@@ -491,10 +499,7 @@ static void attend_rows(const Attention &a, int64_t sequence, int64_t kv_head, i
     SegmentPass<Cache> pass(a, sequence, kv_head, first, rows);
     int64_t pairs = pass.num_pairs(), size = pairs * (a.head_dim + 2);
     float *memory = scratch.take(2 * size);
-    Sums total = sums_at(memory, pairs), part = sums_at(memory + size, pairs);
-    std::fill(total.peak, total.peak + pairs, NONE);
-    std::fill(total.weight, total.weight + pairs, 0.0f);
-    std::memset(total.values, 0, pairs * a.head_dim * sizeof(float));
+    Sums total = no_sums(memory, pairs, a.head_dim), part = sums_at(memory + size, pairs);
     for (int64_t key = 0; key < a.positions[sequence] + first + rows; key += SEGMENT) {
         pass.run(key, part);
         merge(pairs, a.head_dim, part, total);
@@ -506,17 +511,57 @@ struct Job {
     int64_t sequence, kv_head, first, rows;
 };
 
+// One job's segments are done one after the other, or, where there are few jobs for the threads, each by whoever is
+// free: their sums are merged in the same order, so the bits are the same.
+constexpr int64_t FEW_JOBS = 4;  // per thread
+
+template <class Cache>
+static void attend_apart(const Attention &a, const Job *jobs, int64_t count) {
+    thread_local Scratch<int64_t> firsts;
+    thread_local Scratch<float> sums;
+    int64_t *first = firsts.take(count + 1), most_pairs = 0, group = a.num_heads / a.num_kv_heads;
+    first[0] = 0;
+    for (int64_t j = 0; j < count; j++) {
+        int64_t num_keys = a.positions[jobs[j].sequence] + jobs[j].first + jobs[j].rows;
+        first[j + 1] = first[j] + (num_keys + SEGMENT - 1) / SEGMENT;
+        most_pairs = std::max(most_pairs, jobs[j].rows * group);
+    }
+    int64_t size = most_pairs * (a.head_dim + 2);
+    float *memory = sums.take((first[count] + count) * size);
+#pragma omp parallel num_threads(num_threads)
+    {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t piece = 0; piece < first[count]; piece++) {
+            int64_t j = std::upper_bound(first, first + count, piece) - first - 1;
+            SegmentPass<Cache> pass(a, jobs[j].sequence, jobs[j].kv_head, jobs[j].first, jobs[j].rows);
+            pass.run((piece - first[j]) * SEGMENT, sums_at(memory + piece * size, pass.num_pairs()));
+        }
+#pragma omp for schedule(static)
+        for (int64_t j = 0; j < count; j++) {
+            int64_t pairs = jobs[j].rows * group;
+            Sums total = no_sums(memory + (first[count] + j) * size, pairs, a.head_dim);
+            for (int64_t piece = first[j]; piece < first[j + 1]; piece++)
+                merge(pairs, a.head_dim, sums_at(memory + piece * size, pairs), total);
+            write_out(a, a.starts[jobs[j].sequence] + jobs[j].first, jobs[j].rows, jobs[j].kv_head, total);
+        }
+    }
+}
+
 template <class Cache>
 static void attend(const Attention &a) {
     int64_t group = a.num_heads / a.num_kv_heads, step = std::max<int64_t>(1, MAX_QUERY_ROWS / group);
     thread_local Scratch<Job> scratch;
-    int64_t most = 0, count = 0;
-    for (int64_t s = 0; s < a.num_sequences; s++) most += (a.lengths[s] + step - 1) / step * a.num_kv_heads;
+    int64_t most = 0, count = 0, last_key = 0;
+    for (int64_t s = 0; s < a.num_sequences; s++) {
+        most += (a.lengths[s] + step - 1) / step * a.num_kv_heads;
+        last_key = std::max(last_key, a.positions[s] + a.lengths[s]);
+    }
     Job *jobs = scratch.take(most);
     for (int64_t s = 0; s < a.num_sequences; s++)
         for (int64_t first = 0; first < a.lengths[s]; first += step)
             for (int64_t head = 0; head < a.num_kv_heads; head++)
                 jobs[count++] = {s, head, first, std::min(step, a.lengths[s] - first)};
+    if (num_threads > 1 && count < FEW_JOBS * num_threads && last_key > SEGMENT) return attend_apart<Cache>(a, jobs, count);
 #pragma omp parallel for num_threads(num_threads) schedule(dynamic, 1) if (count > 1)
     for (int64_t j = count - 1; j >= 0; j--)  // the last rows of a chunk have most to do
         attend_rows<Cache>(a, jobs[j].sequence, jobs[j].kv_head, jobs[j].first, jobs[j].rows);
@@ -595,8 +640,8 @@ static void rotate_store(const RotateStore &p) {
 }
 
 const Kernels kernels = {
-    product<float>, product<uint16_t>, product_int8,        pack<float>,            pack<uint16_t>, pack_int8,
-    attend<float>,  attend<uint16_t>,  rotate_store<float>, rotate_store<uint16_t>, add_norm,       gate};
+    product<float>, product<uint16_t>, product_int8, pack<float>, pack<uint16_t>, pack_int8, unpack<float>, unpack<uint16_t>,
+    attend<float>, attend<uint16_t>, rotate_store<float>, rotate_store<uint16_t>, add_norm, gate};
 
 }  // namespace DISAGG_ISA
 }  // namespace disagg
