@@ -3,10 +3,8 @@
 Exit codes: 0 done, 1 failed, 2 cannot work as asked (one plain line says why), 130 cut short by a second Ctrl-C.
 """
 
-import contextlib
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -17,11 +15,13 @@ from disagg.channel.lifeline import watch_parent
 from disagg.cli import launch
 from disagg.cli import options as opt
 from disagg.cli.bench import bench
+from disagg.cli.notes import say
 from disagg.cli.planner import advise, plan, simulate
 from disagg.cli.profile import profile
 from disagg.cli.sizes import format_bytes, parse_address, parse_bytes, parse_cores, parse_models
+from disagg.cli.tending import ROUTER_ADDRESS, doctor, drain, keys
 from disagg.cli.top import top
-from disagg.cluster.plan import PoolSizes, check_pool_sizes, check_ports, plan_local
+from disagg.cluster.plan import PREFILL_NICENESS, PoolSizes, check_pool_sizes, check_ports, plan_local
 from disagg.core.errors import ConfigurationError, DisaggError
 from disagg.core.formats import Weights
 from disagg.core.roles import Role
@@ -31,7 +31,7 @@ from disagg.router.config import RouterConfig
 from disagg.worker.config import WorkerConfig
 
 # Where the flags' defaults come from.
-_WORKER = WorkerConfig(model="-", served_name="-", role=Role.MIXED, worker_id="-", router_address="127.0.0.1:8001")
+_WORKER = WorkerConfig(model="-", served_name="-", role=Role.MIXED, worker_id="-", router_address=ROUTER_ADDRESS)
 _ROUTER = RouterConfig(models=(("-", "-"),))
 _KV_MEMORY = format_bytes(_WORKER.kv_memory_bytes)
 _MIN_PUSH = format_bytes(_WORKER.min_push_bytes)
@@ -85,6 +85,10 @@ def serve(
     decode_weights: Annotated[
         Weights | None, typer.Option(help="Of decode workers, if other than --weights.", rich_help_panel=opt.POOLS)
     ] = None,
+    prefill_niceness: Annotated[
+        int,
+        typer.Option(help="How far prefill workers let all others go first, 0 to 19.", rich_help_panel=opt.POOLS),
+    ] = PREFILL_NICENESS,
     kernels: opt.KernelsOption = _WORKER.kernels,
     host: opt.Host = _ROUTER.host,
     port: opt.Port = _ROUTER.port,
@@ -145,7 +149,7 @@ def serve(
     sizes = PoolSizes(prefill, decode, mixed)
     check_pool_sizes(sizes)
     name = served_name or default_served_name(model)
-    path = str(launch.find_model(model, report=_say))
+    path = str(launch.find_model(model, report=say))
     router_config = RouterConfig(
         models=((name, path),),
         host=host,
@@ -207,7 +211,7 @@ def serve(
         kernels=kernels,
     )
     by_role = {Role.PREFILL: prefill_weights or weights, Role.DECODE: decode_weights or weights}
-    plan = plan_local(router_config, template, sizes, weights=by_role)
+    plan = plan_local(router_config, template, sizes, weights=by_role, prefill_niceness=prefill_niceness)
     plan = msgspec.structs.replace(
         plan, restart=RestartPolicy(max_delay_s=max_restart_delay_s, max_crashes=max_crashes)
     )
@@ -229,6 +233,7 @@ def worker(
     keys: opt.Keys = "",
     device: opt.Device = _WORKER.device,
     cores: opt.Cores = "",
+    niceness: opt.Niceness = _WORKER.niceness,
     num_threads: opt.NumThreads = _WORKER.num_threads,
     served_name: opt.ServedName = "",
     max_context: opt.MaxContext = _WORKER.max_context,
@@ -260,7 +265,7 @@ def worker(
 ) -> None:
     """Run one worker and register it at a router."""
     config = WorkerConfig(
-        model=str(launch.find_model(model, report=_say)),
+        model=str(launch.find_model(model, report=say)),
         served_name=served_name or default_served_name(model),
         role=role,
         worker_id=worker_id or f"{role.value}-{os.uname().nodename}-{os.getpid()}",
@@ -269,6 +274,7 @@ def worker(
         keys=keys,
         device=device,
         cores=parse_cores(cores),
+        niceness=niceness,
         num_threads=num_threads,
         block_size=block_size,
         kv_memory_bytes=parse_bytes(kv_memory),
@@ -334,7 +340,7 @@ def router(
     """Run the router: HTTP in front, workers register behind."""
     named = parse_models(model or [])
     config = RouterConfig(
-        models=tuple((name, str(launch.find_model(path, report=_say))) for name, path in named),
+        models=tuple((name, str(launch.find_model(path, report=say))) for name, path in named),
         host=host,
         port=port,
         control_host=control_host,
@@ -363,54 +369,18 @@ def router(
     raise SystemExit(launch.run_router(config))
 
 
-@app.command()
-def drain(
-    worker_id: Annotated[str, typer.Argument(help="The worker's name, as in the live lines.")],
-    router_address: opt.RouterAddress = _WORKER.router_address,
-    keys: opt.Keys = "",
-) -> None:
-    """Let one worker finish or give away its work, and end. Returns at once; nothing is lost."""
-    launch.drain(worker_id, parse_address(router_address), keys)
-    _say(f"{worker_id} drains and then ends")
-
-
+app.command()(drain)
 app.command()(top)
 app.command()(profile)
 app.add_typer(bench)
 app.command()(advise)
 app.command()(plan)
 app.command()(simulate)
-
-
-@app.command()
-def keys(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the authority and the keys go.")],
-    host: Annotated[list[str] | None, typer.Option(help="Name or IP address of a machine; may be given again.")] = None,
-    days: Annotated[int, typer.Option(help="Until the certificates expire.")] = 365,
-) -> None:
-    """Make an authority and, for each machine, keys that let its workers and router trust each other."""
-    for line in launch.make_keys(directory, tuple(host or ("localhost",)), days):
-        _say(line)
-
-
-@app.command()
-def doctor(
-    router_address: Annotated[
-        str, typer.Option("--router-address", "--router", help="host:port of the router's control port.")
-    ] = _WORKER.router_address,
-    keys: opt.Keys = "",
-    json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-) -> None:
-    """Measure every link of a running cluster, look at every machine's limits, and say what to fix."""
-    raise SystemExit(launch.run_doctor(parse_address(router_address), keys, as_json=json))
+app.command()(keys)
+app.command()(doctor)
 
 
 @app.command()
 def version() -> None:
     """Print the version."""
     print(__version__)
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk costs the line only
-        print(f"disagg: {line}", file=sys.stderr, flush=True)

@@ -39,6 +39,9 @@ NumericsOption = Annotated[
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=POOLS)]
 Cores = Annotated[str, typer.Option(help="Pin to these cores, such as 0,2,4-7. Empty: free.", rich_help_panel=POOLS)]
+Niceness = Annotated[
+    int, typer.Option(help="How far its processor time goes to others first, 0 to 19.", rich_help_panel=POOLS)
+]
 NumThreads = Annotated[
     int | None,
     typer.Option(help="Threads for arithmetic, per worker. Default: its share of the cores.", rich_help_panel=POOLS),

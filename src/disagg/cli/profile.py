@@ -7,7 +7,8 @@ import typer
 
 from disagg.cli import launch
 from disagg.cli import options as opt
-from disagg.cli.profile_options import ProfileOptions, say
+from disagg.cli.notes import say
+from disagg.cli.profile_options import ProfileOptions
 from disagg.cli.sizes import format_bytes, parse_bytes
 from disagg.core.errors import ConfigurationError
 from disagg.core.roles import Role

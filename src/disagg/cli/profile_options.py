@@ -1,6 +1,5 @@
 """What `disagg profile` was asked, between its command line and its work."""
 
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +14,3 @@ class ProfileOptions(NamedTuple):
     max_streams: int
     limit_s: float  # after which no round is begun
     served_rounds: int = 0  # of loads on the model served here; 0: only the engine is timed
-
-
-def say(line: str) -> None:
-    print(f"disagg: {line}", file=sys.stderr, flush=True)

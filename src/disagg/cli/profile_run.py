@@ -9,7 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from disagg.cli.profile_options import ProfileOptions, say
+from disagg.cli.notes import say
+from disagg.cli.profile_options import ProfileOptions
 from disagg.cli.profile_served import NUM_WORKERS, measure_served
 from disagg.cluster.cores import split_cores
 from disagg.sim.hardware.fitted import Profile, ProfileCell

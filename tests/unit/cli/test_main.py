@@ -78,6 +78,7 @@ def test_every_worker_field_survives_the_command_line(launched: Launched, monkey
         host="10.0.0.2",
         device="cuda:1",
         cores=(1, 3),
+        niceness=7,
         num_threads=2,
         block_size=32,
         kv_memory_bytes=123456789,
