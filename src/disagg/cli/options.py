@@ -6,7 +6,7 @@ import typer
 
 from disagg.core.endpoints import TransportChoice
 from disagg.core.formats import Kernels, KvDtype, KvWire, Weights
-from disagg.core.roles import HandoffMode, Numerics, PartialStart
+from disagg.core.roles import FirstToken, HandoffMode, Numerics, PartialStart
 from disagg.router.config import API_KEYS_VARIABLE
 from disagg.router.parser_names import ReasoningParser, ToolParser
 
@@ -179,6 +179,15 @@ PartialStartOption = Annotated[
     typer.Option(
         "--partial-start",
         help="auto: over slow links a first step begins, alone, with the layers that are here; off: when all are.",
+        rich_help_panel=HANDOFF,
+    ),
+]
+FirstTokenOption = Annotated[
+    FirstToken,
+    typer.Option(
+        "--first-token",
+        help="Of an answer that is handed over. at-once: told by the prefill worker. "
+        "steady: by the decode worker when the step for the second begins, so that no gap is longer than a step.",
         rich_help_panel=HANDOFF,
     ),
 ]

@@ -8,7 +8,7 @@ from disagg.core.endpoints import TransportChoice, is_wildcard
 from disagg.core.errors import ConfigurationError
 from disagg.core.formats import Kernels, KvDtype, KvWire, Weights
 from disagg.core.ids import RANK_MARK
-from disagg.core.roles import HandoffMode, Numerics, PartialStart, Role
+from disagg.core.roles import FirstToken, HandoffMode, Numerics, PartialStart, Role
 from disagg.transport.wire import MAX_LANES
 
 MAX_NICENESS = 19  # the kernel's
@@ -37,6 +37,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 64  # sequences in one step
     handoff: HandoffMode = HandoffMode.LAYERWISE
     partial_start: PartialStart = PartialStart.AUTO
+    first_token: FirstToken = FirstToken.AT_ONCE
     min_push_bytes: int = 2 << 20
     transport: TransportChoice = TransportChoice.AUTO
     kv_wire: KvWire = KvWire.NATIVE  # of KV to and from peers; others than native lose bits

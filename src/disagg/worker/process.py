@@ -163,6 +163,7 @@ def scheduler_config(config: WorkerConfig, loaded: LoadedEngine, incarnation: In
         budget=StepBudget(config.chunk_tokens, config.mixed_chunk_tokens, config.max_running, config.itl_target_s),
         handoff_mode=config.handoff,
         partial_start=config.partial_start if loaded.runs_layers_apart else PartialStart.OFF,
+        first_token=config.first_token,
         min_push_bytes=config.min_push_bytes,
         lease_s=config.lease_s,
         grant_seed=secrets.token_bytes(GRANT_SEED_BYTES),
