@@ -5,10 +5,11 @@ Exit codes: 0 done, 1 failed, 2 cannot work as asked (one plain line says why), 
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
+from typer.core import TyperGroup
 
 from disagg import __version__
 from disagg.channel.lifeline import watch_parent
@@ -16,7 +17,6 @@ from disagg.cli import launch
 from disagg.cli import options as opt
 from disagg.cli.bench import bench
 from disagg.cli.notes import say
-from disagg.cli.planner import advise, plan, simulate
 from disagg.cli.profile import profile
 from disagg.cli.sizes import format_bytes, parse_address, parse_bytes, parse_cores, parse_models
 from disagg.cli.tending import ROUTER_ADDRESS, doctor, drain, keys
@@ -37,8 +37,22 @@ _KV_MEMORY = format_bytes(_WORKER.kv_memory_bytes)
 _MIN_PUSH = format_bytes(_WORKER.min_push_bytes)
 _MAX_BODY = format_bytes(_ROUTER.max_body_bytes)
 
+class _Commands(TyperGroup):
+    """Loads those that plan when one is asked for, or the list of all: every worker starts by this file."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            self.commands.update(launch.planning_commands())
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        self.commands.update(launch.planning_commands())
+        return super().list_commands(ctx)
+
+
 app = typer.Typer(
     name="disagg",
+    cls=_Commands,
     help="Serve large language models with prefill and decode on separate workers.",
     epilog="Try: disagg serve smollm2 --prefill 1 --decode 1",
     no_args_is_help=True,
@@ -377,9 +391,6 @@ app.command()(drain)
 app.command()(top)
 app.command()(profile)
 app.add_typer(bench)
-app.command()(advise)
-app.command()(plan)
-app.command()(simulate)
 app.command()(keys)
 app.command()(doctor)
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from disagg.core.errors import InternalFault
+from disagg.modelfiles.gguf_kinds import BF16, F16, F32, Q4_0, Q4_1, Q8_0
 
 # Ways of storing a row that the native kernels read, in GGUF's numbers, and how many elements lie together in each.
-F32, F16, Q4_0, Q4_1, Q8_0, BF16 = 0, 1, 2, 3, 8, 30
-BLOCK_ELEMENTS = {F32: 1, F16: 1, Q4_0: 32, Q4_1: 32, Q8_0: 32, BF16: 1}
-_KINDS = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
+BLOCK_ELEMENTS = {kind.number: kind.block_elements for kind in (F32, F16, Q4_0, Q4_1, Q8_0, BF16)}
+_NUMBERS = {torch.float32: F32.number, torch.float16: F16.number, torch.bfloat16: BF16.number}
 
 Order = npt.NDArray[np.int64]
 
@@ -38,7 +38,7 @@ def stored_rows(start: int, row_bytes: int, order: Order, num_inputs: int, kind:
 
 def rows_of(tensor: Tensor) -> MatrixRows:
     """Of a tensor [num_outputs, num_inputs] in host memory: float32, float16 or bfloat16."""
-    kind = _KINDS.get(tensor.dtype)
+    kind = _NUMBERS.get(tensor.dtype)
     if kind is None or tensor.dim() != 2 or tensor.device.type != "cpu":
         raise InternalFault(f"a tensor of {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} has no rows to read")
     tensor = tensor.contiguous()

@@ -231,7 +231,7 @@ class _GgufWeight(NamedTuple):
             out.copy_(_undo_interleaving(rows, self.interleaved_heads))
 
     def rows(self) -> MatrixRows:
-        kind, (num_rows, num_inputs) = int(self.file.tensors[self.name].kind), self.shape
+        kind, (num_rows, num_inputs) = self.file.tensors[self.name].kind.number, self.shape
         block = BLOCK_ELEMENTS.get(kind)
         if block is None or num_inputs % block:  # the kernels do not read it: into memory first
             return rows_of(self.stored())
