@@ -10,7 +10,6 @@ from tests.property.test_virtual_cluster import (
     check_answer,
     cut,
     drain_and_restart,
-    draw_request,
     hang,
     kill_and_restart,
     submit_and_perhaps_abort,

@@ -37,6 +37,7 @@ _KV_MEMORY = format_bytes(_WORKER.kv_memory_bytes)
 _MIN_PUSH = format_bytes(_WORKER.min_push_bytes)
 _MAX_BODY = format_bytes(_ROUTER.max_body_bytes)
 
+
 class _Commands(TyperGroup):
     """Loads those that plan when one is asked for, or the list of all: every worker starts by this file."""
 

@@ -50,9 +50,7 @@ def dequantised_parts(raw: npt.NDArray[np.uint8], kind: TensorKind) -> Iterator[
         yield part.reshape(-1)
 
 
-def _cut(
-    raw: npt.NDArray[np.uint8], kind: TensorKind, out: npt.NDArray[np.float32]
-) -> tuple[Blocks, Values, int]:
+def _cut(raw: npt.NDArray[np.uint8], kind: TensorKind, out: npt.NDArray[np.float32]) -> tuple[Blocks, Values, int]:
     """raw and out as rows of one block, and how many are done at once."""
     num_elements = kind.block_elements
     return raw.reshape(-1, kind.block_bytes), out.reshape(-1, num_elements), PART_ELEMENTS // num_elements
