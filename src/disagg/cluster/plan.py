@@ -16,8 +16,8 @@ from disagg.router.config import RouterConfig
 from disagg.worker.config import WorkerConfig
 
 MAX_LOCAL_WORKERS = 256
-# Prompts wait for each other anyway; tokens of running answers wait for nobody. Whatever runs besides the workers shares
-# cores with who reads prompts, then, and not with who writes answers.
+# Prompts wait for each other anyway; tokens of running answers wait for nobody. So whatever runs besides the workers
+# shares cores with who reads prompts, and not with who writes answers.
 PREFILL_NICENESS = 5
 NO_WEIGHTS: Mapping[Role, Weights] = MappingProxyType({})
 

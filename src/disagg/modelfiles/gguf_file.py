@@ -104,7 +104,7 @@ class _Cursor:
         return self.unpack(_FORMATS[kind])
 
     def _array(self) -> list[Scalar] | _TextList:
-        kind = ValueKind(self.unpack("<I"))
+        kind = ValueKind(int(self.unpack("<I")))
         number = self.count()
         if kind is ValueKind.STRING:
             texts = _TextList(self.offset, number)
@@ -217,7 +217,7 @@ class GgufFile:
         num_tensors, num_fields = cursor.count(), cursor.count()
         for _ in range(num_fields):
             name = cursor.string()
-            fields[name] = cursor.value(ValueKind(cursor.unpack("<I")))
+            fields[name] = cursor.value(ValueKind(int(cursor.unpack("<I"))))
         entries = [self._tensor_entry(cursor) for _ in range(num_tensors)]
         alignment = self.integer("general.alignment", DEFAULT_ALIGNMENT)
         start = math.ceil(cursor.offset / alignment) * alignment

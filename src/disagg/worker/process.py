@@ -54,9 +54,7 @@ def run_worker(config: WorkerConfig) -> int:
         with loading():
             loaded = load_engine(config, resolve_model(config.model))
         collect_rarely()
-        os.nice(
-            config.niceness
-        )  # after loading, which all do at once: threads that are started from here on inherit it
+        os.nice(config.niceness)  # not before: all load at once. Threads that are started from here on inherit it
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         asyncio.run(_serve(config, loaded, domain))
     finally:
