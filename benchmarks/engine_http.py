@@ -3,13 +3,15 @@
     python benchmarks/engine_http.py [--quick] [--rounds 2] [--requests 3] [--serve-flags "..."]
 
   split      disagg serve, 1 prefill + 1 decode worker, a core and a thread each; every prompt is handed off
+  steady     the same with --first-token steady: token 1 is told when the step for token 2 begins
   mixed      disagg serve, 1 mixed worker on both cores
   llama.cpp  its server with a slot per client, 16-bit and 8-bit weights, on both cores
 
 Each client asks again as soon as its answer is over, `requests` times a round; all servers stay up, one is asked at a
 time, in an order that rotates. No two prompts share a beginning. The clients share the cores with whoever runs.
 
-TTFT  request sent -> token 1        gap  time between two tokens of one answer, where all its tokens have text
+TTFT  request sent -> token 1
+gap   time between two tokens of one answer, where all its tokens have text; first: from token 1 to token 2
 """
 
 import argparse
@@ -48,8 +50,10 @@ PROMPT_TOKENS, QUICK_PROMPT_TOKENS = 512, 128
 ANSWER_TOKENS, QUICK_ANSWER_TOKENS = 64, 16
 ANSWER_TIMEOUT_S = 300.0
 KV_MEMORY = "256M"
+SPLIT = ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0", "--kv-memory", KV_MEMORY)
 SIDES = {
-    "split": ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0", "--kv-memory", KV_MEMORY),
+    "split": SPLIT,
+    "steady": (*SPLIT, "--first-token", "steady"),
     "mixed": ("--mixed", "1", "--num-threads", str(NUM_THREADS), "--kv-memory", KV_MEMORY),
 }
 LLAMACPP = tuple(
@@ -64,6 +68,7 @@ class Seen(msgspec.Struct):
     requests_per_s: list[float] = []
     ttft_ms: list[float] = []
     gaps_ms: list[float] = []
+    first_gaps_ms: list[float] = []  # of those
     num_without_gaps: int = 0  # answers with a token without text of its own: a gap there would hold two
 
 
@@ -121,7 +126,9 @@ async def ask(url: str, load: Load, num_requests: int, seen: Seen) -> None:
             raise SystemExit(f"{url}: an answer of {stream.usage.completion_tokens} tokens, not {load.answer_tokens}")
         seen.ttft_ms.append(1e3 * (stream.token_s[0] - stream.sent_s))
         if len(stream.token_s) == load.answer_tokens:
-            seen.gaps_ms += [1e3 * (after - before) for before, after in itertools.pairwise(stream.token_s)]
+            gaps_ms = [1e3 * (after - before) for before, after in itertools.pairwise(stream.token_s)]
+            seen.gaps_ms += gaps_ms
+            seen.first_gaps_ms += gaps_ms[:1]
         else:
             seen.num_without_gaps += 1
 
@@ -144,7 +151,7 @@ def measure(urls: dict[str, str], load: Load, args: argparse.Namespace) -> dict[
 def show(found: dict[str, Seen]) -> dict[str, object]:
     """Print; the figures for the JSON line."""
     figures: dict[str, object] = {}
-    heads = ("requests/s", "TTFT p50 ms", "TTFT max", "gap p50 ms", "gap p99", "worst gap", "worst / p50")
+    heads = ("requests/s", "TTFT p50 ms", "TTFT max", "gap p50 ms", "gap p99", "worst gap", "worst / p50", "first p50")
     print("\n" + " " * 16 + "".join(f"{head:>13}" for head in heads))
     for name, seen in found.items():
         gap = percentile(seen.gaps_ms, 50)
@@ -156,6 +163,7 @@ def show(found: dict[str, Seen]) -> dict[str, object]:
             "gap_p99_ms": percentile(seen.gaps_ms, 99),
             "gap_max_ms": max(seen.gaps_ms),
             "gap_max_to_p50": max(seen.gaps_ms) / gap,
+            "first_gap_p50_ms": percentile(seen.first_gaps_ms, 50),
         }
         shown = "".join(f"{value:13.2f}" if value < 10 else f"{value:13.1f}" for value in values.values())
         print(f"{name:16}{shown}")

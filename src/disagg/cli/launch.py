@@ -1,8 +1,12 @@
 """The one place where commands load heavy rooms: on first use, so that --help and typing errors answer at once."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import typer
+from typer.main import get_group
 
 from disagg.cli.bench_options import CompareOptions, LoadOptions, PhasesOptions, ReportOptions
 from disagg.cli.profile_options import ProfileOptions
@@ -10,6 +14,16 @@ from disagg.cluster.plan import LocalPlan
 from disagg.core.errors import NotNative
 from disagg.router.config import RouterConfig
 from disagg.worker.config import WorkerConfig
+
+
+def planning_commands() -> Mapping[str, Any]:
+    """`advise`, `plan` and `simulate`."""
+    from disagg.cli.planner import advise, plan, simulate
+
+    app = typer.Typer(rich_markup_mode="rich")
+    for command in (advise, plan, simulate):
+        app.command()(command)
+    return get_group(app).commands
 
 
 def run_worker(config: WorkerConfig) -> int:

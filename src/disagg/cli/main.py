@@ -4,21 +4,38 @@ Exit codes: 0 done, 1 failed, 2 cannot work as asked (one plain line says why), 
 """
 
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from disagg import __version__
 from disagg.channel.lifeline import watch_parent
+from disagg.cli import launch
 from disagg.cli.bench import bench
-from disagg.cli.planner import advise, plan, simulate
 from disagg.cli.processes import router, serve, worker
 from disagg.cli.profile import profile
 from disagg.cli.top import top
 from disagg.cli.upkeep import doctor, drain, keys
 from disagg.core.errors import ConfigurationError, DisaggError
 
+
+class _Commands(TyperGroup):
+    """Loads those that plan when one is asked for, or the list of all: every worker starts by this file."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            self.commands.update(launch.planning_commands())
+        return super().get_command(ctx, cmd_name)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        self.commands.update(launch.planning_commands())
+        return super().list_commands(ctx)
+
+
 app = typer.Typer(
     name="disagg",
+    cls=_Commands,
     help="Serve large language models with prefill and decode on separate workers.",
     epilog="Try: disagg serve smollm2 --prefill 1 --decode 1",
     no_args_is_help=True,
@@ -59,9 +76,6 @@ app.command()(drain)
 app.command()(top)
 app.command()(profile)
 app.add_typer(bench)
-app.command()(advise)
-app.command()(plan)
-app.command()(simulate)
 app.command()(keys)
 app.command()(doctor)
 app.command()(version)

@@ -13,7 +13,7 @@ from disagg.cli.router_flags import RouterFlags
 from disagg.cli.sizes import parse_address, parse_cores, parse_models
 from disagg.cli.unfold import unfolded
 from disagg.cli.worker_flags import WorkerFlags
-from disagg.cluster.plan import PoolSizes, check_pool_sizes, check_ports, plan_local
+from disagg.cluster.plan import PREFILL_NICENESS, PoolSizes, check_pool_sizes, check_ports, plan_local
 from disagg.core.formats import Weights
 from disagg.core.roles import Role
 from disagg.policy.restart import DEFAULT_RESTART_POLICY, RestartPolicy
@@ -33,6 +33,10 @@ def serve(
     decode_weights: Annotated[
         Weights | None, typer.Option(help="Of decode workers, if other than --weights.", rich_help_panel=opt.POOLS)
     ] = None,
+    prefill_niceness: Annotated[
+        int,
+        typer.Option(help="How far prefill workers let all others go first, 0 to 19.", rich_help_panel=opt.POOLS),
+    ] = PREFILL_NICENESS,
     control_port: opt.ControlPort = 0,
     max_crashes: Annotated[
         int, typer.Option(help="Crashes of one process within 5 minutes that are too many.", rich_help_panel=opt.LIFE)
@@ -54,7 +58,7 @@ def serve(
     router_config = router.config(models=((name, path),), control_port=control_port)
     template = worker.config(model=path, served_name=name, role=Role.MIXED, worker_id="-", router_address="")
     by_role = {Role.PREFILL: prefill_weights or worker.weights, Role.DECODE: decode_weights or worker.weights}
-    plan = plan_local(router_config, template, sizes, weights=by_role)
+    plan = plan_local(router_config, template, sizes, weights=by_role, prefill_niceness=prefill_niceness)
     plan = msgspec.structs.replace(
         plan, restart=RestartPolicy(max_delay_s=max_restart_delay_s, max_crashes=max_crashes)
     )
@@ -73,6 +77,9 @@ def worker(
     cores: Annotated[
         str, typer.Option(help="Pin to these cores, such as 0,2,4-7. Empty: free.", rich_help_panel=opt.POOLS)
     ] = "",
+    niceness: Annotated[
+        int, typer.Option(help="How far its processor time goes to others first, 0 to 19.", rich_help_panel=opt.POOLS)
+    ] = worker_flags.DEFAULTS.niceness,
     router_address: opt.RouterAddress = worker_flags.DEFAULTS.router_address,
     host: Annotated[
         str, typer.Option(help="Address where peers reach this worker.", rich_help_panel=opt.NETWORK)
@@ -99,6 +106,7 @@ def worker(
         router_address=parse_address(router_address),
         host=host,
         cores=parse_cores(cores),
+        niceness=niceness,
         metrics_host=metrics_host,
         metrics_port=metrics_port,
     )

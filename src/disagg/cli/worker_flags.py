@@ -10,7 +10,7 @@ from disagg.cli.sizes import format_bytes, parse_bytes
 from disagg.cli.unfold import same_named
 from disagg.core.endpoints import TransportChoice
 from disagg.core.formats import Kernels, KvDtype, KvWire, Weights
-from disagg.core.roles import HandoffMode, Numerics, PartialStart, Role
+from disagg.core.roles import FirstToken, HandoffMode, Numerics, PartialStart, Role
 from disagg.modelfiles.fetch import served_name as default_served_name
 from disagg.worker.config import WorkerConfig
 
@@ -64,13 +64,14 @@ class EngineFlags(msgspec.Struct, frozen=True, kw_only=True):
         router_address: str,
         host: str = DEFAULTS.host,
         cores: tuple[int, ...] = DEFAULTS.cores,
+        niceness: int = DEFAULTS.niceness,
         metrics_host: str = DEFAULTS.metrics_host,
         metrics_port: int | None = DEFAULTS.metrics_port,
     ) -> WorkerConfig:
         """One worker as these flags say, in all else as by default. Raises ConfigurationError."""
         given = same_named(self, WorkerConfig) | self._sizes()
         given |= {"model": model, "served_name": served_name, "role": role, "worker_id": worker_id}
-        given |= {"router_address": router_address, "host": host, "cores": cores}
+        given |= {"router_address": router_address, "host": host, "cores": cores, "niceness": niceness}
         return WorkerConfig(**given | {"metrics_host": metrics_host, "metrics_port": metrics_port})
 
     def _sizes(self) -> dict[str, int]:
@@ -125,6 +126,14 @@ class WorkerFlags(EngineFlags, frozen=True, kw_only=True):
             rich_help_panel=opt.HANDOFF,
         ),
     ] = DEFAULTS.partial_start
+    first_token: Annotated[
+        FirstToken,
+        typer.Option(
+            help="Of an answer that is handed over. at-once: told by the prefill worker. "
+            "steady: by the decode worker when the step for the second begins, so that no gap is longer than a step.",
+            rich_help_panel=opt.HANDOFF,
+        ),
+    ] = DEFAULTS.first_token
     min_push_bytes: Annotated[
         str, typer.Option(help="Smallest push of KV, such as 256K.", rich_help_panel=opt.HANDOFF)
     ] = format_bytes(DEFAULTS.min_push_bytes)

@@ -16,6 +16,9 @@ from disagg.router.config import RouterConfig
 from disagg.worker.config import WorkerConfig
 
 MAX_LOCAL_WORKERS = 256
+# Prompts wait for each other anyway; tokens of running answers wait for nobody. So whatever runs besides the workers
+# shares cores with who reads prompts, and not with who writes answers.
+PREFILL_NICENESS = 5
 NO_WEIGHTS: Mapping[Role, Weights] = MappingProxyType({})
 
 
@@ -65,6 +68,7 @@ def plan_local(
     sizes: PoolSizes,
     shares: tuple[CoreShare, ...] | None = None,
     weights: Mapping[Role, Weights] = NO_WEIGHTS,
+    prefill_niceness: int = PREFILL_NICENESS,
 ) -> LocalPlan:
     """Workers named prefill-0, decode-0, mixed-0 and so on, each like `template` but for role, name and cores.
 
@@ -78,7 +82,8 @@ def plan_local(
     workers = []
     for (worker_id, role), share in zip(sizes.roles(), shares, strict=True):
         kind = weights.get(role, template.weights)
-        worker = msgspec.structs.replace(template, worker_id=worker_id, role=role, weights=kind)
+        niceness = prefill_niceness if role is Role.PREFILL else template.niceness
+        worker = msgspec.structs.replace(template, worker_id=worker_id, role=role, weights=kind, niceness=niceness)
         if has_own_cores:
             worker = msgspec.structs.replace(worker, cores=share.cores, num_threads=share.num_threads)
         workers.append(worker)

@@ -42,6 +42,13 @@ class PartialStart(enum.StrEnum):
     OFF = "off"
 
 
+class FirstToken(enum.StrEnum):
+    """Who tells the router the first token of an answer that is handed over, and when."""
+
+    AT_ONCE = "at-once"  # the prefill worker, as soon as it has it
+    STEADY = "steady"  # the decode worker, when the step for the second begins: that follows as all others do
+
+
 # Which tasks each role takes from a router.
 ROLE_TASKS: dict[Role, frozenset[Task]] = {
     Role.PREFILL: frozenset({Task.PREFILL, Task.SEND_PREFIX, Task.RECEIVE_PREFIX}),

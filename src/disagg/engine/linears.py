@@ -10,7 +10,10 @@ from torch.nn import functional
 from disagg.core.errors import ConfigurationError
 from disagg.core.formats import Weights
 from disagg.engine.invariance import NO_LIMIT, RowRule, find_row_rule
+from disagg.engine.large_pages import LargePages
+from disagg.engine.matrix import MatrixRows, rows_of
 from disagg.engine.native.library import FINE_GROUP, GROUP, INT8_PANEL, PANEL, NativeLibrary, pack_bias
+from disagg.engine.weights import StoredMatrix
 
 _log = logging.getLogger(__name__)
 
@@ -29,10 +32,17 @@ class Linear(Protocol):
 class PackedLinear:
     """Weights [num_outputs, num_inputs] in panels, as float32 or float16; sums are float32, in order of the inputs."""
 
-    def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        library: NativeLibrary,
+        weight: MatrixRows,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        memory: LargePages,
+    ) -> None:
         self._library = library
-        self._num_outputs = weight.shape[0]
-        self._weights = library.pack(weight, dtype)
+        self._num_outputs = weight.num_outputs
+        self._weights = library.pack(weight, dtype, memory)
         self._bias = pack_bias(bias, PANEL)
 
     @property
@@ -49,9 +59,11 @@ class Int8Linear:
     Sums within a group are exact integers. So a row's result depends on nothing but the row.
     """
 
-    def __init__(self, library: NativeLibrary, weight: Tensor, bias: Tensor | None, group: int) -> None:
+    def __init__(
+        self, library: NativeLibrary, weight: MatrixRows, bias: Tensor | None, group: int, memory: LargePages
+    ) -> None:
         self._library = library
-        self._matrix = library.pack_int8(weight, group)
+        self._matrix = library.pack_int8(weight, group, memory)
         self._bias = pack_bias(bias, INT8_PANEL)
 
     @property
@@ -121,27 +133,35 @@ class LinearMaker:
             )
         self._kind = kind
         self._library = library
+        self._memory = LargePages()
         self._rules: dict[tuple[int, ...], RowRule] = {}
 
     @property
-    def read_as(self) -> torch.dtype:
-        """In which float type weights are best given to make()."""
+    def _dtype(self) -> torch.dtype:
+        """What weights are kept as; of int8 what they are made of."""
         return torch.float16 if self._kind is Weights.FP16 else torch.float32
 
-    def make(self, weight: Tensor, bias: Tensor | None = None, *, is_head: bool = False) -> Linear:
+    def table(self, matrix: StoredMatrix) -> Tensor:
+        """A matrix from which single rows are taken, as it is kept: float32 or float16."""
+        if self._library is None:
+            return matrix.read(self._dtype)
+        return self._library.unpack(matrix.rows(), self._dtype, self._memory)
+
+    def make(self, weight: Tensor | StoredMatrix, bias: Tensor | None = None, *, is_head: bool = False) -> Linear:
         """weight [num_outputs, num_inputs], bias [num_outputs]. is_head: what it gives are scores, no layer follows.
 
         As int8 the errors of a head are all seen, and only rows that sample pay for it: its groups are finer.
         """
         if self._library is None:
-            return self._torch_linear(weight, bias)
+            return self._torch_linear(weight if isinstance(weight, Tensor) else weight.read(self._dtype), bias)
+        rows = rows_of(weight) if isinstance(weight, Tensor) else weight.rows()
         if self._kind is Weights.INT8:
-            return Int8Linear(self._library, weight, bias, FINE_GROUP if is_head else GROUP)
-        return PackedLinear(self._library, weight, bias, self.read_as)
+            return Int8Linear(self._library, rows, bias, FINE_GROUP if is_head else GROUP, self._memory)
+        return PackedLinear(self._library, rows, bias, self._dtype, self._memory)
 
     def _torch_linear(self, weight: Tensor, bias: Tensor | None) -> TorchLinear:
         """float16 weights keep their values here, not their size: torch has no such product for a CPU."""
-        weight = weight.to(self.read_as).to(torch.float32)
+        weight = weight.to(self._dtype).to(torch.float32)
         linear = TorchLinear(weight, bias, self._rules.get(tuple(weight.shape)))
         self._rules.setdefault(tuple(weight.shape), linear.rule)
         return linear

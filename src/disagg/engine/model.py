@@ -22,7 +22,7 @@ from disagg.engine.attention import AttentionBackend
 from disagg.engine.linears import Linear, LinearMaker
 from disagg.engine.operations import HeadNorms, Operations
 from disagg.engine.step import LayerDone, StepTensors
-from disagg.engine.weights import WeightTable
+from disagg.engine.weights import StoredMatrix, WeightTable
 from disagg.modelfiles.config import ModelConfig
 
 
@@ -71,16 +71,16 @@ class Llama:
         self._attention = attention
         self._device = device
         hidden, vocab = config.hidden_size, config.vocab_size
-        names = ["model.embed_tokens.weight"]
-        self._embedding = weights.take_joined(names, [(vocab, hidden)], linears.read_as).to(device)
+        embedding = self._matrix(["model.embed_tokens.weight"], [(vocab, hidden)])
+        self._embedding = linears.table(embedding)
         self._layers = [self._load_layer(index) for index in range(config.num_layers)]
         self._norm = weights.take("model.norm.weight", hidden).to(device)
-        head = self._embedding if config.tie_embeddings else self._take_matrix(["lm_head.weight"], [(vocab, hidden)])
+        head = embedding if config.tie_embeddings else self._matrix(["lm_head.weight"], [(vocab, hidden)])
         self._head = linears.make(head, is_head=True)
 
-    def _take_matrix(self, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> Tensor:
-        """Matrices below each other, in the float type that suits the linears."""
-        return self._weights.take_joined(names, shapes, self._linears.read_as).to(self._device)
+    def _matrix(self, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> StoredMatrix:
+        """Matrices below each other."""
+        return self._weights.matrix(names, shapes, self._device)
 
     def _load_layer(self, index: int) -> Layer:
         c = self._config
@@ -93,7 +93,7 @@ class Llama:
 
         def linear(names: Sequence[str], outputs: Sequence[int], inputs: int, bias: Tensor | None = None) -> Linear:
             shapes = [(count, inputs) for count in outputs]
-            return self._linears.make(self._take_matrix([f"{name}.weight" for name in names], shapes), bias)
+            return self._linears.make(self._matrix([f"{name}.weight" for name in names], shapes), bias)
 
         bias = None
         if c.qkv_bias:

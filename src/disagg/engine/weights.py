@@ -3,6 +3,7 @@
 take          float32, or a view of the file where it is stored so
 take_stored   float16, bfloat16 or float32 as the file has it, without a copy; what is stored in blocks as float32
 take_joined   several tensors in one, written once into the memory where they stay, in any float type
+matrix        likewise of matrices, read when and as it is asked for: by the native kernels from the file itself
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from disagg.core.errors import ModelLoadError
+from disagg.engine.matrix import BLOCK_ELEMENTS, MatrixRows, joined, rows_of, stored_rows
 from disagg.modelfiles.config import ModelConfig
 from disagg.modelfiles.gguf_file import GgufFile, open_gguf
 
@@ -52,6 +54,9 @@ class StoredTensor(Protocol):
     def read_into(self, out: Tensor) -> None:
         """Write the values into out, of the same shape, contiguous, in host memory."""
 
+    def rows(self) -> MatrixRows:
+        """Where the rows of a matrix lie."""
+
 
 class WeightTable:
     """Tensors by name, read when they are taken, so that a model is never in memory twice. Checks names and shapes.
@@ -79,11 +84,14 @@ class WeightTable:
         self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """The tensors one after the other along their first axis, contiguous, in a float type of the caller's."""
-        found = [self._found(name, shape) for name, shape in zip(names, shapes, strict=True)]
-        joined = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=dtype)
-        for part, out in zip(found, torch.split(joined, [shape[0] for shape in shapes]), strict=True):
-            part.read_into(out)
-        return joined
+        return _joined(self._all_found(names, shapes), dtype)
+
+    def matrix(self, names: Sequence[str], shapes: Sequence[tuple[int, int]], device: torch.device) -> "StoredMatrix":
+        """Matrices of one width below each other."""
+        return StoredMatrix(self._all_found(names, shapes), device)
+
+    def _all_found(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[StoredTensor]:
+        return [self._found(name, shape) for name, shape in zip(names, shapes, strict=True)]
 
     def _found(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         tensor = self._tensors.get(name)
@@ -94,6 +102,33 @@ class WeightTable:
                 f"tensor {name} of {self._path} is {tensor.shape}, config says {shape}; files and config differ"
             )
         return tensor
+
+
+class StoredMatrix:
+    """Matrices of a file below each other, [num_outputs, num_inputs]. Nothing is read before it is asked for."""
+
+    def __init__(self, parts: Sequence[StoredTensor], device: torch.device) -> None:
+        self._parts = parts
+        self._device = device
+        self._read: Tensor | None = None
+
+    def read(self, dtype: torch.dtype) -> Tensor:
+        """On its device, contiguous. Asked again it is the same tensor: an embedding may be the head too."""
+        if self._read is None or self._read.dtype != dtype:
+            self._read = _joined(self._parts, dtype).to(self._device)
+        return self._read
+
+    def rows(self) -> MatrixRows:
+        """Where they lie in host memory: in the file itself as far as its way of storing can be read there."""
+        return joined([part.rows() for part in self._parts])
+
+
+def _joined(parts: Sequence[StoredTensor], dtype: torch.dtype) -> Tensor:
+    sizes = [part.shape[0] for part in parts]
+    whole = torch.empty(sum(sizes), *parts[0].shape[1:], dtype=dtype)
+    for part, out in zip(parts, torch.split(whole, sizes), strict=True):
+        part.read_into(out)
+    return whole
 
 
 class _ShardIndex(msgspec.Struct, frozen=True):
@@ -125,6 +160,9 @@ class _SafeTensor(NamedTuple):
 
     def read_into(self, out: Tensor) -> None:
         out.copy_(self.stored())
+
+    def rows(self) -> MatrixRows:
+        return rows_of(self.stored())
 
 
 def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
@@ -191,6 +229,16 @@ class _GgufWeight(NamedTuple):
                 start += len(part)
         if self.interleaved_heads:
             out.copy_(_undo_interleaving(rows, self.interleaved_heads))
+
+    def rows(self) -> MatrixRows:
+        kind, (num_rows, num_inputs) = self.file.tensors[self.name].kind.number, self.shape
+        block = BLOCK_ELEMENTS.get(kind)
+        if block is None or num_inputs % block:  # the kernels do not read it: into memory first
+            return rows_of(self.stored())
+        raw, order = self.file.raw(self.name), torch.arange(num_rows)
+        if self.interleaved_heads:
+            order = _undo_interleaving(order, self.interleaved_heads)
+        return stored_rows(raw.ctypes.data, raw.nbytes // num_rows, order.numpy(), num_inputs, kind, raw)
 
 
 def _read_gguf(file: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:

@@ -11,10 +11,11 @@ Values are the same to the bit.
 
 from collections.abc import Callable, Iterator
 
-import gguf
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from disagg.modelfiles import gguf_kinds
+from disagg.modelfiles.gguf_kinds import TensorKind
 
 PART_ELEMENTS = 1 << 16  # dequantised at once
 ELEMENTS = 32  # of a block of nibbles
@@ -26,7 +27,7 @@ Blocks = npt.NDArray[np.uint8]  # [num_blocks, bytes per block]
 Values = npt.NDArray[np.float32]  # [num_blocks, elements per block]
 
 
-def dequantise_into(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, out: npt.NDArray[np.float32]) -> None:
+def dequantise_into(raw: npt.NDArray[np.uint8], kind: TensorKind, out: npt.NDArray[np.float32]) -> None:
     """Write the values of raw [num_bytes] into out [num_elements], contiguous.
 
     Raises NotImplementedError for a kind that nobody here can read.
@@ -36,7 +37,7 @@ def dequantise_into(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, out:
         _dequantise(kind, blocks[start : start + step], values[start : start + step])
 
 
-def dequantised_parts(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) -> Iterator[npt.NDArray[np.float32]]:
+def dequantised_parts(raw: npt.NDArray[np.uint8], kind: TensorKind) -> Iterator[npt.NDArray[np.float32]]:
     """The values of raw [num_bytes] in order, some at a time, each part in the same memory: use it before the next.
 
     Raises NotImplementedError for a kind that nobody here can read.
@@ -49,20 +50,20 @@ def dequantised_parts(raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType) ->
         yield part.reshape(-1)
 
 
-def _cut(
-    raw: npt.NDArray[np.uint8], kind: GGMLQuantizationType, out: npt.NDArray[np.float32]
-) -> tuple[Blocks, Values, int]:
+def _cut(raw: npt.NDArray[np.uint8], kind: TensorKind, out: npt.NDArray[np.float32]) -> tuple[Blocks, Values, int]:
     """raw and out as rows of one block, and how many are done at once."""
-    num_elements, num_bytes = GGML_QUANT_SIZES[kind]
-    return raw.reshape(-1, num_bytes), out.reshape(-1, num_elements), PART_ELEMENTS // num_elements
+    num_elements = kind.block_elements
+    return raw.reshape(-1, kind.block_bytes), out.reshape(-1, num_elements), PART_ELEMENTS // num_elements
 
 
-def _dequantise(kind: GGMLQuantizationType, blocks: Blocks, out: Values) -> None:
+def _dequantise(kind: TensorKind, blocks: Blocks, out: Values) -> None:
     own = _OWN.get(kind)
     if own is not None:
         own(blocks, out)
     else:
-        out[...] = gguf.quants.dequantize(blocks.reshape(-1), kind).reshape(out.shape)
+        library = gguf_kinds.package()
+        theirs = library.GGMLQuantizationType(kind.number)
+        out[...] = library.quants.dequantize(blocks.reshape(-1), theirs).reshape(out.shape)
 
 
 def _f32(blocks: Blocks, out: Values) -> None:
@@ -109,11 +110,11 @@ def _nibbles(packed: Blocks) -> Blocks:
     return split.view(np.uint8).reshape(len(words), ELEMENTS)
 
 
-_OWN: dict[GGMLQuantizationType, Callable[[Blocks, Values], None]] = {
-    GGMLQuantizationType.F32: _f32,
-    GGMLQuantizationType.F16: _f16,
-    GGMLQuantizationType.BF16: _bf16,
-    GGMLQuantizationType.Q8_0: _q8_0,
-    GGMLQuantizationType.Q4_0: _q4_0,
-    GGMLQuantizationType.Q4_1: _q4_1,
+_OWN: dict[TensorKind, Callable[[Blocks, Values], None]] = {
+    gguf_kinds.F32: _f32,
+    gguf_kinds.F16: _f16,
+    gguf_kinds.BF16: _bf16,
+    gguf_kinds.Q8_0: _q8_0,
+    gguf_kinds.Q4_0: _q4_0,
+    gguf_kinds.Q4_1: _q4_1,
 }

@@ -1,7 +1,7 @@
 """Reading a GGUF file: metadata as Python values, tensors by name as numpy.
 
 The header is walked here rather than by `gguf.GGUFReader`, which takes seconds on a file with a vocabulary in it: lists
-of text are stepped over and decoded when somebody asks. Element types and block sizes come from the `gguf` package.
+of text are stepped over and decoded when somebody asks.
 
     offset 0   magic "GGUF", u32 version, u64 number of tensors, u64 number of metadata entries
     then       metadata entries (name, type, value), tensor entries (name, shape, type, offset)
@@ -18,10 +18,11 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from disagg.core.errors import ModelLoadError
+from disagg.modelfiles import gguf_kinds
 from disagg.modelfiles.gguf_blocks import dequantise_into, dequantised_parts
+from disagg.modelfiles.gguf_kinds import TensorKind, ValueKind, tensor_kind
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32  # bytes
@@ -31,25 +32,25 @@ MAX_HEADER_ITEMS = 10_000_000  # a count above this is a damaged header, not a m
 Scalar = str | int | float | bool
 Value = Scalar | list[Scalar]
 
-_FORMATS: dict[GGUFValueType, str] = {
-    GGUFValueType.UINT8: "<B",
-    GGUFValueType.INT8: "<b",
-    GGUFValueType.UINT16: "<H",
-    GGUFValueType.INT16: "<h",
-    GGUFValueType.UINT32: "<I",
-    GGUFValueType.INT32: "<i",
-    GGUFValueType.FLOAT32: "<f",
-    GGUFValueType.BOOL: "<?",
-    GGUFValueType.UINT64: "<Q",
-    GGUFValueType.INT64: "<q",
-    GGUFValueType.FLOAT64: "<d",
+_FORMATS: dict[ValueKind, str] = {
+    ValueKind.UINT8: "<B",
+    ValueKind.INT8: "<b",
+    ValueKind.UINT16: "<H",
+    ValueKind.INT16: "<h",
+    ValueKind.UINT32: "<I",
+    ValueKind.INT32: "<i",
+    ValueKind.FLOAT32: "<f",
+    ValueKind.BOOL: "<?",
+    ValueKind.UINT64: "<Q",
+    ValueKind.INT64: "<q",
+    ValueKind.FLOAT64: "<d",
 }
 
 
-_PLAIN: dict[GGMLQuantizationType, type[np.generic]] = {
-    GGMLQuantizationType.F32: np.float32,
-    GGMLQuantizationType.F16: np.float16,
-    GGMLQuantizationType.BF16: np.int16,
+_PLAIN: dict[TensorKind, type[np.generic]] = {
+    gguf_kinds.F32: np.float32,
+    gguf_kinds.F16: np.float16,
+    gguf_kinds.BF16: np.int16,
 }
 
 
@@ -58,7 +59,7 @@ class GgufTensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    kind: GGMLQuantizationType
+    kind: TensorKind
     offset: int  # bytes from the start of the file
     num_bytes: int
 
@@ -95,17 +96,17 @@ class _Cursor:
             raise ValueError("text runs past the end of the file")
         return _decoded(self.data[start : self.offset])
 
-    def value(self, kind: GGUFValueType) -> Value | _TextList:
-        if kind is GGUFValueType.STRING:
+    def value(self, kind: ValueKind) -> Value | _TextList:
+        if kind is ValueKind.STRING:
             return self.string()
-        if kind is GGUFValueType.ARRAY:
+        if kind is ValueKind.ARRAY:
             return self._array()
         return self.unpack(_FORMATS[kind])
 
     def _array(self) -> list[Scalar] | _TextList:
-        kind = GGUFValueType(self.unpack("<I"))
+        kind = ValueKind(int(self.unpack("<I")))
         number = self.count()
-        if kind is GGUFValueType.STRING:
+        if kind is ValueKind.STRING:
             texts = _TextList(self.offset, number)
             self._skip_texts(number)
             return texts
@@ -216,7 +217,7 @@ class GgufFile:
         num_tensors, num_fields = cursor.count(), cursor.count()
         for _ in range(num_fields):
             name = cursor.string()
-            fields[name] = cursor.value(GGUFValueType(cursor.unpack("<I")))
+            fields[name] = cursor.value(ValueKind(int(cursor.unpack("<I"))))
         entries = [self._tensor_entry(cursor) for _ in range(num_tensors)]
         alignment = self.integer("general.alignment", DEFAULT_ALIGNMENT)
         start = math.ceil(cursor.offset / alignment) * alignment
@@ -231,10 +232,9 @@ class GgufFile:
         name = cursor.string()
         num_dims = int(cursor.unpack("<I"))
         reversed_shape = [int(cursor.unpack("<Q")) for _ in range(num_dims)]
-        kind = GGMLQuantizationType(cursor.unpack("<I"))
+        kind = tensor_kind(int(cursor.unpack("<I")))
         offset = int(cursor.unpack("<Q"))
-        elements_per_block, bytes_per_block = GGML_QUANT_SIZES[kind]
-        num_bytes = math.prod(reversed_shape) // elements_per_block * bytes_per_block
+        num_bytes = math.prod(reversed_shape) // kind.block_elements * kind.block_bytes
         return GgufTensor(name, tuple(reversed(reversed_shape)), kind, offset, num_bytes)
 
     def text(self, name: str, default: str | None = None) -> str:
@@ -301,7 +301,7 @@ class GgufFile:
     def array(self, name: str) -> npt.NDArray[np.float32]:
         """A tensor as float32, dequantised, in its own shape; a view of the file if it is stored so."""
         tensor = self._tensor(name)
-        if tensor.kind is GGMLQuantizationType.F32:
+        if tensor.kind == gguf_kinds.F32:
             return self.raw(name).view(np.float32).reshape(tensor.shape)
         out = np.empty(tensor.shape, np.float32)
         self.read_into(name, out)

@@ -97,9 +97,12 @@ class ModelTokenizer:
         assert all(0 <= id_ < self.vocab_size for id_ in (*self.eos_ids, *self.special_ids))
 
 
-def load_tokenizer(path: Path) -> ModelTokenizer:
-    """Tokenizer of a Hugging Face folder or GGUF file. Raises ModelLoadError with one plain line."""
-    vocabulary = read_vocabulary(path)
+def load_tokenizer(path: Path, vocabulary: Vocabulary | None = None) -> ModelTokenizer:
+    """Tokenizer of a Hugging Face folder or GGUF file. Raises ModelLoadError with one plain line.
+
+    vocabulary: what read_vocabulary(path) gave, where that has been done.
+    """
+    vocabulary = vocabulary or read_vocabulary(path)
     backend = _from_folder(path) if path.is_dir() else _from_tables(path, vocabulary)
     beyond = [id_ for id_ in vocabulary.eos_ids if id_ >= len(vocabulary.tokens)]
     if beyond:
@@ -108,11 +111,6 @@ def load_tokenizer(path: Path) -> ModelTokenizer:
             "its configuration and its tokenizer are of different models"
         )
     return ModelTokenizer(backend, vocabulary)
-
-
-def tokenizer_digest(path: Path) -> str:
-    """The digest that load_tokenizer(path) would carry, without building a tokenizer."""
-    return read_vocabulary(path).digest
 
 
 def _from_folder(folder: Path) -> Tokenizer:

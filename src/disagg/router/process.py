@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import secrets
 import signal
@@ -13,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from starlette.types import ASGIApp
 
+from disagg.channel.garbage import collect_rarely
 from disagg.channel.keys import load_keys
 from disagg.channel.lifeline import watch_parent
 from disagg.core.errors import ConfigurationError
@@ -46,21 +46,12 @@ def run_router(config: RouterConfig) -> int:
         access = load_access(config.api_keys, config.api_keys_file)
         raise_descriptor_limit()
         texts = {name: _model_text(path, config) for name, path in config.models}
-        _collect_rarely()
+        collect_rarely()
         asyncio.run(_serve(config, texts, access))
     finally:
         if lifeline is not None:
             lifeline.close()
     return 0
-
-
-def _collect_rarely() -> None:
-    """What is loaded by now stays, and what a step makes for hundreds of streams goes by itself: searching all of it
-    for cycles after every few hundred tokens would cost more than writing them, and stop everybody meanwhile.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
 
 
 def _model_text(path: str, config: RouterConfig) -> ModelText:

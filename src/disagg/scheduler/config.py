@@ -3,7 +3,7 @@
 import msgspec
 
 from disagg.core.ids import Incarnation, WorkerId
-from disagg.core.roles import HandoffMode, Numerics, PartialStart, Role
+from disagg.core.roles import FirstToken, HandoffMode, Numerics, PartialStart, Role
 from disagg.core.spans import KvLayout
 from disagg.policy.batching import StepBudget
 
@@ -23,6 +23,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     budget: StepBudget
     handoff_mode: HandoffMode = HandoffMode.LAYERWISE
     partial_start: PartialStart = PartialStart.AUTO  # OFF also where the engine cannot run layers apart
+    first_token: FirstToken = FirstToken.AT_ONCE  # of answers that are handed over
     min_push_bytes: int = 2 * 1024 * 1024  # smaller layer groups wait for the next layer
     max_push_bytes: int = 4 * 1024 * 1024  # larger spans are cut, so that hand-offs interleave
     lease_s: float = 30.0  # how long either end keeps things without hearing from the other

@@ -3,7 +3,7 @@
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
 from disagg.core.request import EmittedToken
-from disagg.core.roles import PartialStart, Task
+from disagg.core.roles import FirstToken, PartialStart, Task
 from disagg.kvcache.conversion import shared_heads
 from disagg.policy.partial_start import PartialOutcome
 from disagg.protocol.handoff import DestinationState, DestinationTrigger
@@ -209,14 +209,23 @@ class Receiving:
             return
         state.move(sequence, SequenceTrigger.KV_COMPLETE)
         sequence.answer_ids.append(destination.first_token.token_id)
-        state.stages.report(sequence, destination.first_token.position, state.now_s)
-        # The source sent it to the router too; should the source die, ours still arrives. Positions tell repeats.
-        state.emit_tokens((destination.first_token,))
         is_over = sequence.finish_reason() is not None
+        self._tell_first_token(sequence, destination.first_token, is_last=is_over)
         if sequence.partial is None:
             state.counters.add(PARTIAL_STARTS, label=self._why_whole(destination, is_over=is_over).value)
         if is_over:
             state.finish(sequence)
+
+    def _tell_first_token(self, sequence: Sequence, token: EmittedToken, *, is_last: bool) -> None:
+        """The source may have sent it to the router too; should the source die, ours still arrives. Positions tell
+        repeats.
+        """
+        state = self._state
+        if state.config.first_token is FirstToken.STEADY and sequence.partial is None and not is_last:
+            state.first_tokens.hold(sequence, token, state.now_s)
+            return
+        state.stages.report(sequence, token.position, state.now_s)
+        state.emit_tokens((token,))
 
     def _why_whole(self, destination: HandoffDestination, *, is_over: bool) -> PartialOutcome:
         """Why its first step has not begun before all was here."""

@@ -21,6 +21,7 @@ from disagg.scheduler.actions import Action, RevokeGrant, SendToPeer, SendToRout
 from disagg.scheduler.begun_steps import BegunSteps
 from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.destination import HandoffDestination
+from disagg.scheduler.first_tokens import FirstTokens
 from disagg.scheduler.leases import Leases
 from disagg.scheduler.outgoing import Outgoing
 from disagg.scheduler.reports import prompt_report, sequence_report
@@ -73,6 +74,7 @@ class SchedulerState:
         self._has_freed = False
         self._outgoing = Outgoing()
         self.stages = StageClocks(self._outgoing)
+        self.first_tokens = FirstTokens(self._outgoing, self.stages)
 
     # --- sequences ---------------------------------------------------------------------------------------------
 
@@ -366,6 +368,7 @@ class SchedulerState:
         self.leases.check_invariants(self.now_s)
         self.begun.check_invariants()
         self.stages.check_invariants(self.sequences.values())
+        self.first_tokens.check_invariants()
         begun = set(self.begun)
         self.standing.check_invariants()
         for sequence in self.sequences.values():

@@ -11,7 +11,7 @@ import msgspec
 
 from disagg.core.ids import SequenceId, StepId
 from disagg.core.request import EmittedToken, finish_reason
-from disagg.core.roles import HandoffMode, Task
+from disagg.core.roles import FirstToken, HandoffMode, Task
 from disagg.policy.batching import plan_chunks
 from disagg.policy.step_time import StepShape
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
@@ -65,7 +65,9 @@ class Steps:
         # Parts and shared steps take turns, so that nobody waits for more than one part.
         is_running = self._try_start_part(is_turn=not self._was_part) or self._try_start_shared()
         if not is_running and self._was_part:
-            self._try_start_part(is_turn=True)
+            is_running = self._try_start_part(is_turn=True)
+        if len(self._state.first_tokens) and not is_running:
+            self._state.first_tokens.tell(self._state.now_s, is_running=False)
 
     def _try_start_part(self, *, is_turn: bool) -> bool:
         part = self._partials.try_start(is_turn=is_turn)
@@ -102,6 +104,8 @@ class Steps:
         if not rows and not standing:
             return False
         self._rows, self._shape = tuple(rows), shape
+        if len(state.first_tokens):
+            state.first_tokens.tell(state.now_s, is_running=True)
         if state.stages.is_any:
             state.stages.start_step(prompts, state.now_s)
         self._run(
@@ -255,19 +259,26 @@ class Steps:
                 if token is not None:
                     token = msgspec.structs.replace(token, prompt_logprobs=tuple(sequence.prompt_logprobs))
             if token is not None:
-                sampled.append(token)
                 num_sampled[sequence.task] += 1
                 if state is SequenceState.DECODING:
                     self._write(sequence, token)
                     streams.append(sequence)
                 else:
                     self._take_first_token(sequence, token)
+                if not self._is_told_by_peer(sequence):
+                    sampled.append(token)
             elif sequence.sequence_id in failures:
                 self._state.fail(sequence, failures[sequence.sequence_id])
         self._state.emit_tokens(sampled)
         for task, num_tokens in num_sampled.items():
             self._state.counters.add(OUTPUT_TOKENS, num_tokens, label=task.value)
         return streams
+
+    def _is_told_by_peer(self, sequence: Sequence) -> bool:
+        """Whether the first token goes to the router from where the next ones come, and not from here."""
+        if self._state.config.first_token is FirstToken.AT_ONCE or sequence.source is None:
+            return False
+        return sequence.finish_reason() is None
 
     def _advance(self, sequence: Sequence, num_tokens: int) -> None:
         """So many of its tokens are written."""

@@ -13,7 +13,7 @@ from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import DisaggError, FailureKind, InternalFault
 from disagg.core.ids import Incarnation, RequestId, WorkerId
 from disagg.core.request import FinishReason
-from disagg.core.roles import HandoffMode, Numerics, PartialStart, Role
+from disagg.core.roles import FirstToken, HandoffMode, Numerics, PartialStart, Role
 from disagg.core.spans import KvLayout
 from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
 from disagg.dispatch.config import DispatcherConfig
@@ -122,6 +122,7 @@ class VirtualCluster:
         layout: KvLayout | None = None,
         protocols: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX),
         partial_start: PartialStart = PartialStart.AUTO,
+        first_token: FirstToken = FirstToken.AT_ONCE,
     ) -> VirtualWorker:
         """layout: instead of block_size and dtype."""
         layout = layout or KvLayout(num_layers=3, num_kv_heads=1, head_dim=2, dtype=dtype, block_size=block_size)
@@ -153,6 +154,7 @@ class VirtualCluster:
             budget=StepBudget(chunk_tokens, mixed_chunk_tokens, max_running),
             handoff_mode=mode,
             partial_start=partial_start,
+            first_token=first_token,
             min_push_bytes=min_push_bytes,
             max_push_bytes=512,
             answer_headroom=answer_headroom,

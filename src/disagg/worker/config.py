@@ -8,8 +8,10 @@ from disagg.core.endpoints import TransportChoice, is_wildcard
 from disagg.core.errors import ConfigurationError
 from disagg.core.formats import Kernels, KvDtype, KvWire, Weights
 from disagg.core.ids import RANK_MARK
-from disagg.core.roles import HandoffMode, Numerics, PartialStart, Role
+from disagg.core.roles import FirstToken, HandoffMode, Numerics, PartialStart, Role
 from disagg.transport.wire import MAX_LANES
+
+MAX_NICENESS = 19  # the kernel's
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +25,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"  # where peers reach this worker
     device: str = "auto"  # "auto", "cpu", "cuda", "cuda:1"
     cores: tuple[int, ...] = ()  # pin to these; empty: not pinned
+    niceness: int = 0  # how far its processor time goes to others first, 0 to 19; cannot be taken back
     num_threads: int | None = None  # for arithmetic; None: one per core
     block_size: int = 16  # tokens
     kv_memory_bytes: int = 1 << 30
@@ -34,6 +37,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 64  # sequences in one step
     handoff: HandoffMode = HandoffMode.LAYERWISE
     partial_start: PartialStart = PartialStart.AUTO
+    first_token: FirstToken = FirstToken.AT_ONCE
     min_push_bytes: int = 2 << 20
     transport: TransportChoice = TransportChoice.AUTO
     kv_wire: KvWire = KvWire.NATIVE  # of KV to and from peers; others than native lose bits
@@ -73,6 +77,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigurationError(f"{text}: add --numerics bounded or leave it out")
         if self.itl_target_s < 0:
             raise ConfigurationError(f"itl_target_s is {self.itl_target_s:g}: give seconds, or 0 for no target")
+        if not 0 <= self.niceness <= MAX_NICENESS:
+            raise ConfigurationError(f"niceness is {self.niceness}: it must be 0 (like others) to {MAX_NICENESS}")
         if self.data_connections > MAX_LANES:
             raise ConfigurationError(f"data_connections is {self.data_connections}: at most {MAX_LANES}")
         for name, number in (("probe_s", self.probe_s), ("link_gbits", self.link_gbits)):

@@ -1,7 +1,7 @@
 """The one place that loads heavy engine back ends."""
 
 import logging
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,12 +12,15 @@ from disagg.kvcache.conversion import ConvertingMemory
 from disagg.kvcache.memory import Memory
 from disagg.modelfiles.digest import model_digest
 from disagg.modelfiles.grammar import GrammarCompiler, GrammarState
-from disagg.modelfiles.tokenizer import load_tokenizer, tokenizer_digest
+from disagg.modelfiles.tokenizer import load_tokenizer
+from disagg.modelfiles.vocabulary import Vocabulary, read_vocabulary
 from disagg.protocol.messages import PoolCard
 from disagg.scheduler.engine import Engine
 from disagg.worker.config import WorkerConfig
 
 _log = logging.getLogger(__name__)
+
+VOCABULARY_TIMEOUT_S = 60.0
 
 
 class RankMemory(NamedTuple):
@@ -54,7 +57,8 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
         _log.info("context of %s is cut to its sliding window of %d tokens", model_path, model.sliding_window)
     layout = model.kv_layout(config.block_size, config.kv_dtype.value)
     num_blocks = config.num_blocks or max_blocks_for(layout, config.kv_memory_bytes)
-    digest, start_grammar = _vocabulary(model_path)
+    vocabulary = read_vocabulary(model_path)
+    grammars = _Grammars(model_path, vocabulary)
     engine = TorchEngine(
         model_path,
         num_blocks=num_blocks,
@@ -64,7 +68,7 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
         weights=config.weights,
         kv_dtype=config.kv_dtype,
         kernels=config.kernels,
-        start_grammar=start_grammar,
+        start_grammar=grammars.start,
     )
     if config.numerics is Numerics.EXACT and not engine.is_row_invariant:
         text = f"{model.architecture} is not native here, so its answers depend on what is computed beside them"
@@ -72,27 +76,46 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
     pool = PoolCard(
         model=config.served_name,
         model_digest=model_digest(model_path),
-        tokenizer_digest=digest,
+        tokenizer_digest=vocabulary.digest,
         numerics=Numerics(config.numerics),
         vocab_size=model.vocab_size,
         max_context=min(model.max_context, config.max_context or model.max_context),
         arithmetic=engine.arithmetic,
     )
+    grammars.make_ready()  # only now: while weights are loaded it would stand in their way
     outgoing, incoming = rank_memory(engine.arena, config.kv_wire)
     memories = (RankMemory(engine.memory, outgoing, incoming),)
     return LoadedEngine(engine, pool, memories, engine.runs_layers_apart)
 
 
-def _vocabulary(model_path: Path) -> tuple[str, Callable[[GrammarSpec], GrammarState]]:
-    """The tokenizer's digest, and what starts grammars over its bytes or says why that cannot be."""
-    try:
-        tokenizer = load_tokenizer(model_path)
-        return tokenizer.digest, GrammarCompiler(tokenizer).start
-    except ConfigurationError as error:  # a model that cannot be read at all fails at its digest
-        reason = str(error)
-    _log.info("structured answers are refused: %s", reason)
+class _Grammars:
+    """Starts grammars over a model's vocabulary. A thread of its own makes that ready, beside the first requests."""
 
-    def refuse(spec: GrammarSpec) -> GrammarState:
-        raise InvalidRequest(f"structured answers cannot be had of this model here: {reason}")
+    def __init__(self, path: Path, vocabulary: Vocabulary) -> None:
+        self._path = path
+        self._vocabulary = vocabulary
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vocabulary")
+        self._compiler: Future[GrammarCompiler] | None = None
 
-    return tokenizer_digest(model_path), refuse
+    def make_ready(self) -> None:
+        """Returns at once. Idempotent."""
+        if self._compiler is None:
+            self._compiler = self._threads.submit(self._compile)
+            self._threads.shutdown(wait=False)  # nothing comes after it
+
+    def start(self, spec: GrammarSpec) -> GrammarState:
+        """Raises InvalidRequest for what is no grammar, and with the reason where this model can follow none."""
+        self.make_ready()
+        assert self._compiler is not None
+        try:
+            compiler = self._compiler.result(VOCABULARY_TIMEOUT_S)
+        except ConfigurationError as error:
+            raise InvalidRequest(f"structured answers cannot be had of this model here: {error}") from None
+        return compiler.start(spec)
+
+    def _compile(self) -> GrammarCompiler:
+        try:
+            return GrammarCompiler(load_tokenizer(self._path, self._vocabulary))
+        except ConfigurationError as error:
+            _log.info("structured answers are refused: %s", error)
+            raise

@@ -7,6 +7,7 @@ import secrets
 import signal
 import sys
 
+from disagg.channel.garbage import collect_rarely, loading
 from disagg.channel.keys import Keys, load_keys
 from disagg.channel.lifeline import watch_parent
 from disagg.core.endpoints import TransportChoice, TransportKind
@@ -37,6 +38,9 @@ from disagg.worker.worker import Worker
 _log = logging.getLogger(__name__)
 
 GRANT_SEED_BYTES = 32
+# A step is hundreds of calls that let other threads run. Python makes whoever comes back from one wait for so long, by
+# default ten times as much, while another thread computes.
+SWITCH_INTERVAL_S = 5e-4
 
 
 def run_worker(config: WorkerConfig) -> int:
@@ -47,7 +51,11 @@ def run_worker(config: WorkerConfig) -> int:
     try:
         if config.cores:
             _pin(config.cores)
-        loaded = load_engine(config, resolve_model(config.model))
+        with loading():
+            loaded = load_engine(config, resolve_model(config.model))
+        collect_rarely()
+        os.nice(config.niceness)  # not before: all load at once. Threads that are started from here on inherit it
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         asyncio.run(_serve(config, loaded, domain))
     finally:
         if lifeline is not None:
@@ -155,6 +163,7 @@ def scheduler_config(config: WorkerConfig, loaded: LoadedEngine, incarnation: In
         budget=StepBudget(config.chunk_tokens, config.mixed_chunk_tokens, config.max_running, config.itl_target_s),
         handoff_mode=config.handoff,
         partial_start=config.partial_start if loaded.runs_layers_apart else PartialStart.OFF,
+        first_token=config.first_token,
         min_push_bytes=config.min_push_bytes,
         lease_s=config.lease_s,
         grant_seed=secrets.token_bytes(GRANT_SEED_BYTES),

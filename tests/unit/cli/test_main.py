@@ -17,7 +17,7 @@ from disagg.cluster.plan import LocalPlan
 from disagg.core.endpoints import TransportChoice
 from disagg.core.errors import ConfigurationError
 from disagg.core.formats import Kernels, KvDtype, KvWire, Weights
-from disagg.core.roles import HandoffMode, Numerics, PartialStart, Role
+from disagg.core.roles import FirstToken, HandoffMode, Numerics, PartialStart, Role
 from disagg.router.config import RouterConfig
 from disagg.router.parser_names import ReasoningParser, ToolParser
 from disagg.worker.config import WorkerConfig
@@ -78,6 +78,7 @@ def test_every_worker_field_survives_the_command_line(launched: Launched, monkey
         host="10.0.0.2",
         device="cuda:1",
         cores=(1, 3),
+        niceness=7,
         num_threads=2,
         block_size=32,
         kv_memory_bytes=123456789,
@@ -89,6 +90,7 @@ def test_every_worker_field_survives_the_command_line(launched: Launched, monkey
         max_running=8,
         handoff=HandoffMode.SYNC,
         partial_start=PartialStart.OFF,
+        first_token=FirstToken.STEADY,
         min_push_bytes=1,
         transport=TransportChoice.TCP,
         kv_wire=KvWire.INT8,

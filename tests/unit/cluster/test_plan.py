@@ -6,7 +6,7 @@ import pytest
 
 from disagg.cluster.command_line import router_arguments, worker_arguments
 from disagg.cluster.cores import CoreShare
-from disagg.cluster.plan import PoolSizes, check_pool_sizes, check_ports, plan_local
+from disagg.cluster.plan import PREFILL_NICENESS, PoolSizes, check_pool_sizes, check_ports, plan_local
 from disagg.core.errors import ConfigurationError
 from disagg.core.roles import HandoffMode, Role
 from disagg.router.config import RouterConfig
@@ -38,6 +38,16 @@ def test_workers_are_named_by_role_and_get_their_cores() -> None:
         ("decode-0", Role.DECODE, (1,), 1),
         ("mixed-0", Role.MIXED, (2,), 1),
     ]
+
+
+def test_prefill_workers_let_others_go_first() -> None:
+    shares = (CoreShare((0,), 1), CoreShare((1,), 1), CoreShare((2,), 1))
+    plan = plan_local(ROUTER, TEMPLATE, PoolSizes(1, 1, 1), shares)
+    assert [worker.niceness for worker in plan.workers] == [PREFILL_NICENESS, 0, 0]
+    plan = plan_local(ROUTER, TEMPLATE, PoolSizes(1, 1, 1), shares, prefill_niceness=0)
+    assert [worker.niceness for worker in plan.workers] == [0, 0, 0]
+    with pytest.raises(ConfigurationError, match="niceness is 20: it must be 0"):
+        plan_local(ROUTER, TEMPLATE, PoolSizes(1, 1, 1), shares, prefill_niceness=20)
 
 
 def test_threads_chosen_by_the_operator_are_kept() -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from disagg.core.errors import ConfigurationError, ModelLoadError
 from disagg.core.formats import Weights
+from disagg.engine.large_pages import LargePages
 from disagg.engine.linears import LinearMaker
 from disagg.engine.native.library import load_library
 from disagg.engine.weights import load_weights
@@ -134,6 +135,40 @@ def test_joined_tensors_are_the_single_ones_in_order(
         assert torch.equal(joined, apart.to(dtype))
         with pytest.raises(ModelLoadError, match=r"k_proj.* config says"):
             table.take_joined(names, [shapes[0], shapes[0], shapes[2]], dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        gguf.GGMLQuantizationType.F32,
+        gguf.GGMLQuantizationType.F16,
+        gguf.GGMLQuantizationType.BF16,
+        gguf.GGMLQuantizationType.Q8_0,
+        gguf.GGMLQuantizationType.Q4_1,
+        gguf.GGMLQuantizationType.Q5_0,  # which the kernels do not read
+    ],
+)
+def test_the_kernels_read_from_the_file_what_is_read_into_memory(
+    tmp_path: Path, kind: gguf.GGMLQuantizationType, dtype: torch.dtype
+) -> None:
+    library = load_library()
+    if library is None:
+        pytest.skip("no native kernels here")
+    model = wide_model("llama")
+    model.save_pretrained(tmp_path / "hf")
+    file = write_gguf(tmp_path / "model.gguf", model, kind)
+    names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
+    shapes = [(model.state_dict()[name].shape[0], 64) for name in names]
+    for path in (file, tmp_path / "hf"):
+        table = load_weights(path, read_config(path))
+        matrix = table.matrix(names, shapes, torch.device("cpu"))
+        expected = table.take_joined(names, shapes, dtype)
+        assert torch.equal(library.unpack(matrix.rows(), dtype, LargePages()), expected)
+        assert torch.equal(matrix.read(dtype), expected)
+        assert matrix.read(dtype) is matrix.read(dtype)
+        with pytest.raises(ModelLoadError, match=r"k_proj.* config says"):
+            table.matrix(names, [shapes[0], shapes[0], shapes[2]], torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

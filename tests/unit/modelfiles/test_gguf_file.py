@@ -5,12 +5,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from disagg.core.errors import ModelLoadError
 from disagg.modelfiles import gguf_blocks
 from disagg.modelfiles.gguf_blocks import dequantise_into, dequantised_parts
 from disagg.modelfiles.gguf_file import GgufFile
+from disagg.modelfiles.gguf_kinds import ValueKind, tensor_kind
 
 KINDS = [
     GGMLQuantizationType.F32,
@@ -37,6 +38,14 @@ def random_blocks(kind: GGMLQuantizationType, num_elements: int = NUM_ELEMENTS) 
     return raw
 
 
+def test_kinds_are_those_of_the_format() -> None:
+    for kind, (elements, num_bytes) in GGML_QUANT_SIZES.items():
+        assert tensor_kind(int(kind)) == (kind.name, int(kind), elements, num_bytes)
+    assert {(kind.name, int(kind)) for kind in ValueKind} == {(kind.name, int(kind)) for kind in GGUFValueType}
+    with pytest.raises(ValueError, match="12345"):
+        tensor_kind(12345)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", [256, 1024, 1 << 16])
 def test_dequantised_values_equal_the_reference(
@@ -48,9 +57,9 @@ def test_dequantised_values_equal_the_reference(
     assert np.isfinite(expected).all()
     assert len(np.unique(expected)) > 100
     out = np.empty(NUM_ELEMENTS, np.float32)
-    dequantise_into(raw, kind, out)
+    dequantise_into(raw, tensor_kind(kind), out)
     assert np.array_equal(out, expected)
-    parts = [piece.copy() for piece in dequantised_parts(raw, kind)]
+    parts = [piece.copy() for piece in dequantised_parts(raw, tensor_kind(kind))]
     assert len(parts) == -(-NUM_ELEMENTS // part)
     assert np.array_equal(np.concatenate(parts), expected)
 
@@ -116,7 +125,7 @@ def test_a_kind_that_nobody_reads_is_named(tmp_path: Path) -> None:
     elements, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType.Q8_1]
     entry = file.tensors["t.weight"]
     file.tensors["t.weight"] = entry._replace(
-        kind=GGMLQuantizationType.Q8_1, shape=(elements * 4,), num_bytes=num_bytes * 4
+        kind=tensor_kind(GGMLQuantizationType.Q8_1), shape=(elements * 4,), num_bytes=num_bytes * 4
     )
     for read in (file.array, lambda name: list(file.parts(name))):
         with pytest.raises(ModelLoadError, match="stored as Q8_1, which cannot be read; convert"):

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from disagg.core.errors import InvalidRequest, ModelLoadError
 from disagg.modelfiles.chat_template import ChatMessage, ChatTemplate
-from disagg.modelfiles.tokenizer import ModelTokenizer, load_tokenizer, tokenizer_digest
+from disagg.modelfiles.tokenizer import ModelTokenizer, load_tokenizer
 from disagg.modelfiles.vocabulary import Vocabulary, read_vocabulary
 from disagg.router.detokenizer import start_detokenizer
 from disagg.testing.tokenizer_files import write_tiny_tokenizer
@@ -103,14 +103,14 @@ def test_gguf_gives_the_same_tokenizer_and_digest_as_the_folder(folder: Path, tm
     for text in TEXTS:
         assert theirs.encode(text) == ours.encode(text)
     assert theirs.eos_ids == ours.eos_ids
-    assert theirs.digest == ours.digest == tokenizer_digest(file) == tokenizer_digest(folder)
+    assert theirs.digest == ours.digest == read_vocabulary(file).digest == read_vocabulary(folder).digest
 
 
 def test_digest_covers_template_and_tokens(folder: Path, tmp_path: Path) -> None:
-    digest = tokenizer_digest(folder)
+    digest = read_vocabulary(folder).digest
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    assert tokenizer_digest(folder) != digest
-    assert tokenizer_digest(write_tiny_tokenizer(tmp_path / "other", vocab_size=280)) != digest
+    assert read_vocabulary(folder).digest != digest
+    assert read_vocabulary(write_tiny_tokenizer(tmp_path / "other", vocab_size=280)).digest != digest
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.formats import KvWire
 from disagg.core.ids import Fence, HandoffId, Incarnation, RequestId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
-from disagg.core.roles import HandoffMode, Numerics, PartialStart, Role, Task
+from disagg.core.roles import FirstToken, HandoffMode, Numerics, PartialStart, Role, Task
 from disagg.core.spans import KvLayout
 from disagg.policy.batching import StepBudget
 from disagg.protocol.handoff import GrantKey, decode_grant_key
@@ -79,6 +79,7 @@ class Solo:
         budget: StepBudget | None = None,
         mode: HandoffMode = HandoffMode.LAYERWISE,
         partial_start: PartialStart = PartialStart.AUTO,
+        first_token: FirstToken = FirstToken.AT_ONCE,
         min_push_bytes: int = 0,
         max_push_bytes: int = 10**9,
         reserve_ahead: int = 2,
@@ -101,6 +102,7 @@ class Solo:
             budget=budget or StepBudget(chunk_tokens=64, mixed_chunk_tokens=8, max_running=16),
             handoff_mode=mode,
             partial_start=partial_start,
+            first_token=first_token,
             min_push_bytes=min_push_bytes,
             max_push_bytes=max_push_bytes,
             lease_s=lease_s,

@@ -63,13 +63,21 @@ void disagg_product_int8(int64_t group, int64_t rows, int64_t inputs, int64_t ou
     isa >= AMX && rows >= MIN_AMX_ROWS ? amx::product_int8(p) : kernels().product_int8(p);
 }
 
-void disagg_pack(int is_half, int64_t outputs, int64_t inputs, const void *from, void *weights) {
-    Packing p{outputs, inputs, from, weights};
+// rows: where each output's weights begin; kinds: how they are stored.
+void disagg_pack(int is_half, int64_t outputs, int64_t inputs, const uint8_t *const *rows, const uint8_t *kinds, void *weights) {
+    Packing p{{outputs, inputs, rows, kinds}, weights};
     is_half ? kernels().pack_f16(p) : kernels().pack_f32(p);
 }
 
-void disagg_pack_int8(int64_t group, int64_t outputs, int64_t inputs, const float *from, int8_t *weights, float *scales) {
-    kernels().pack_int8(Int8Packing{outputs, inputs, group, from, weights, scales});
+void disagg_pack_int8(int64_t group, int64_t outputs, int64_t inputs, const uint8_t *const *rows, const uint8_t *kinds,
+                      int8_t *weights, float *scales) {
+    kernels().pack_int8(Int8Packing{{outputs, inputs, rows, kinds}, group, weights, scales});
+}
+
+void disagg_unpack(int is_half, int64_t outputs, int64_t inputs, const uint8_t *const *rows, const uint8_t *kinds,
+                   void *weights) {
+    Packing p{{outputs, inputs, rows, kinds}, weights};
+    is_half ? kernels().unpack_f16(p) : kernels().unpack_f32(p);
 }
 
 void disagg_attend(int is_half, int64_t num_sequences, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,

@@ -9,6 +9,7 @@ extern int num_threads;  // of every parallel operation
 
 constexpr int64_t PANEL = 32;       // columns of a packed float matrix that lie together
 constexpr int64_t INT8_PANEL = 16;  // the same of an int8 matrix
+constexpr int64_t BLOCK = 32;       // weights that share a scale in a file
 constexpr int64_t GROUP = 64;       // inputs that share one scale in an int8 matrix, and in the rows it is multiplied by
 constexpr int64_t FINE_GROUP = 32;  // the same where accuracy counts most
 constexpr int32_t FINE = 254;       // fine steps in a coarse one, see QuantizedRows
@@ -35,17 +36,26 @@ struct Int8Product {
     float *y;
 };
 
-// W [outputs][inputs] into the form that Product takes, of the same type.
-struct Packing {
+// How a row of weights is stored, in GGUF's numbers.
+enum Kind : uint8_t { F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q8_0 = 8, BF16 = 30 };
+
+// A matrix W [outputs][inputs] where it lies: each row by its address and its kind.
+struct Rows {
     int64_t outputs, inputs;
-    const void *from;
+    const uint8_t *const *rows;
+    const uint8_t *kinds;
+};
+
+// W into the form that Product takes, or row by row.
+struct Packing {
+    Rows from;
     void *weights;
 };
 
-// W [outputs][inputs] into the form that Int8Product takes, scales chosen for the least squared error.
+// W into the form that Int8Product takes, scales chosen for the least squared error.
 struct Int8Packing {
-    int64_t outputs, inputs, group;
-    const float *from;
+    Rows from;
+    int64_t group;
     int8_t *weights;
     float *scales;
 };
@@ -82,6 +92,8 @@ struct Kernels {
     void (*pack_f32)(const Packing &);
     void (*pack_f16)(const Packing &);
     void (*pack_int8)(const Int8Packing &);
+    void (*unpack_f32)(const Packing &);
+    void (*unpack_f16)(const Packing &);
     void (*attend_f32)(const Attention &);
     void (*attend_f16)(const Attention &);
     void (*rotate_store_f32)(const RotateStore &);

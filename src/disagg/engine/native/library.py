@@ -9,15 +9,19 @@ in bf16 tiles, which only AMX gives (NativeLibrary.portable goes without).
 import ctypes
 import enum
 import logging
+import math
 from ctypes import c_float, c_int, c_int64, c_void_p
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from disagg.core.errors import ConfigurationError
+from disagg.core.errors import ConfigurationError, InternalFault
 from disagg.core.formats import Kernels
+from disagg.engine.large_pages import LargePages
+from disagg.engine.matrix import BLOCK_ELEMENTS, MatrixRows
 from disagg.engine.native.build import BuildError, build
 
 _log = logging.getLogger(__name__)
@@ -32,8 +36,9 @@ _POINTER, _COUNT = c_void_p, c_int64
 _SIGNATURES = {
     "disagg_product": [c_int, c_int, *[_COUNT] * 3, *[_POINTER] * 4],
     "disagg_product_int8": [*[_COUNT] * 4, *[_POINTER] * 5],
-    "disagg_pack": [c_int, *[_COUNT] * 2, *[_POINTER] * 2],
-    "disagg_pack_int8": [*[_COUNT] * 3, *[_POINTER] * 3],
+    "disagg_pack": [c_int, *[_COUNT] * 2, *[_POINTER] * 3],
+    "disagg_pack_int8": [*[_COUNT] * 3, *[_POINTER] * 4],
+    "disagg_unpack": [c_int, *[_COUNT] * 2, *[_POINTER] * 3],
     "disagg_attend": [c_int, *[_COUNT] * 5, *[_POINTER] * 3, _COUNT, *[_POINTER] * 3],
     "disagg_rotate_store": [c_int, *[_COUNT] * 4, *[_POINTER] * 7, c_float, *[_POINTER] * 2],
     "disagg_add_norm": [*[_COUNT] * 2, *[_POINTER] * 3, c_float, _POINTER],
@@ -114,29 +119,28 @@ class NativeLibrary:
         )
         return y
 
-    def pack(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """weight [num_outputs, num_inputs] -> [panel, num_inputs, PANEL] as dtype, float32 or float16."""
-        num_outputs, num_inputs = weight.shape
-        weight = weight.to(dtype).contiguous()
-        packed = torch.empty(-(-num_outputs // PANEL), num_inputs, PANEL, dtype=dtype)
-        is_half = dtype == torch.float16
-        self._library.disagg_pack(is_half, num_outputs, num_inputs, weight.data_ptr(), packed.data_ptr())
+    def pack(self, matrix: MatrixRows, dtype: torch.dtype, memory: LargePages) -> Tensor:
+        """[num_outputs, num_inputs] -> [panel, num_inputs, PANEL] as dtype, float32 or float16."""
+        packed = _taken(memory, (-(-matrix.num_outputs // PANEL), matrix.num_inputs, PANEL), dtype)
+        self._library.disagg_pack(dtype == torch.float16, *_where(matrix), packed.data_ptr())
         return packed
 
-    def pack_int8(self, weight: Tensor, group: int) -> Int8Matrix:
-        """weight [num_outputs, num_inputs] float32. group: GROUP or FINE_GROUP inputs share a scale.
+    def unpack(self, matrix: MatrixRows, dtype: torch.dtype, memory: LargePages) -> Tensor:
+        """[num_outputs, num_inputs] as dtype, float32 or float16."""
+        plain = _taken(memory, (matrix.num_outputs, matrix.num_inputs), dtype)
+        self._library.disagg_unpack(dtype == torch.float16, *_where(matrix), plain.data_ptr())
+        return plain
+
+    def pack_int8(self, matrix: MatrixRows, group: int, memory: LargePages) -> Int8Matrix:
+        """group: GROUP or FINE_GROUP inputs share a scale.
 
         The scale of a group is the one of a few that gives the least squared error; values are rounded to nearest.
         """
-        num_outputs, num_inputs = weight.shape
-        num_panels, num_groups = -(-num_outputs // INT8_PANEL), -(-num_inputs // group)
-        values = torch.empty(num_panels, num_groups, group // 4, INT8_PANEL, 4, dtype=torch.int8)
-        scales = torch.empty(num_panels, num_groups, INT8_PANEL)
-        weight = weight.contiguous()
-        self._library.disagg_pack_int8(
-            group, num_outputs, num_inputs, weight.data_ptr(), values.data_ptr(), scales.data_ptr()
-        )
-        return Int8Matrix(num_outputs, group, values, scales)
+        num_panels, num_groups = -(-matrix.num_outputs // INT8_PANEL), -(-matrix.num_inputs // group)
+        values = _taken(memory, (num_panels, num_groups, group // 4, INT8_PANEL, 4), torch.int8)
+        scales = _taken(memory, (num_panels, num_groups, INT8_PANEL), torch.float32)
+        self._library.disagg_pack_int8(group, *_where(matrix), values.data_ptr(), scales.data_ptr())
+        return Int8Matrix(matrix.num_outputs, group, values, scales)
 
     def product_int8(self, x: Tensor, matrix: Int8Matrix, bias: Tensor | None) -> Tensor:
         """x [M, K] times int8 weights -> [M, num_outputs], float32."""
@@ -231,6 +235,19 @@ class NativeLibrary:
 
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _where(matrix: MatrixRows) -> tuple[int, int, int, int]:
+    """As the kernels take it. Raises InternalFault for a way of storing that they do not read."""
+    unknown = set(np.unique(matrix.kinds).tolist()) - BLOCK_ELEMENTS.keys()
+    if unknown:
+        raise InternalFault(f"rows of kinds {sorted(unknown)}, the kernels read {sorted(BLOCK_ELEMENTS)}")
+    return matrix.num_outputs, matrix.num_inputs, matrix.addresses.ctypes.data, matrix.kinds.ctypes.data
+
+
+def _taken(memory: LargePages, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Of any values."""
+    return torch.from_numpy(memory.take(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
 
 
 def _keep_freed_memory() -> None:

@@ -1,6 +1,7 @@
 // Weights in the forms that products read. The same bits on every instruction set.
 #pragma once
 
+#include "blocks.h"
 #include "int8_rows.h"
 #include "kernels.h"
 #include "simd.h"
@@ -10,28 +11,45 @@
 
 namespace DISAGG_ISA {
 
-// A panel, LANES outputs and LANES inputs at a time.
+// A panel, BLOCK inputs at a time: they stay in the nearest cache while they are turned.
 template <class Weight>
 static void pack(const disagg::Packing &p) {
-    using disagg::PANEL, disagg::num_threads;
-    const Weight *from = static_cast<const Weight *>(p.from);
+    using disagg::BLOCK, disagg::PANEL, disagg::num_threads;
+    static_assert(BLOCK % LANES == 0 && PANEL % LANES == 0);
+    const disagg::Rows &from = p.from;
 #pragma omp parallel for num_threads(num_threads) schedule(static)
-    for (int64_t n = 0; n < (p.outputs + PANEL - 1) / PANEL; n++) {
-        Weight *panel = static_cast<Weight *>(p.weights) + n * p.inputs * PANEL;
-        for (int64_t first = 0; first < PANEL; first += LANES)
-            for (int64_t k = 0; k < p.inputs; k += LANES) {
-                Vec rows[LANES];
-                float turned[LANES * LANES];
-                for (int64_t i = 0; i < LANES; i++) {
-                    int64_t output = n * PANEL + first + i, present = output < p.outputs ? std::min<int64_t>(LANES, p.inputs - k) : 0;
-                    Weight part[LANES] = {};
-                    if (present < LANES && present > 0) std::memcpy(part, from + output * p.inputs + k, present * sizeof(Weight));
-                    rows[i] = load(present < LANES ? part : from + output * p.inputs + k);
+    for (int64_t n = 0; n < (from.outputs + PANEL - 1) / PANEL; n++) {
+        Weight *panel = static_cast<Weight *>(p.weights) + n * from.inputs * PANEL;
+        for (int64_t k = 0; k < from.inputs; k += BLOCK) {
+            float block[PANEL * BLOCK], turned[LANES * LANES];
+            for (int64_t i = 0; i < PANEL; i++) read_row(from, n * PANEL + i, k, block + i * BLOCK);
+            for (int64_t part = 0; part < std::min(BLOCK, from.inputs - k); part += LANES)
+                for (int64_t first = 0; first < PANEL; first += LANES) {
+                    Vec rows[LANES];
+                    for (int64_t i = 0; i < LANES; i++) rows[i] = load(block + (first + i) * BLOCK + part);
+                    transpose(rows, turned, LANES);
+                    for (int64_t i = 0; i < std::min<int64_t>(LANES, from.inputs - k - part); i++)
+                        store(panel + (k + part + i) * PANEL + first, load(turned + i * LANES));
                 }
-                transpose(rows, turned, LANES);
-                for (int64_t i = 0; i < std::min<int64_t>(LANES, p.inputs - k); i++)
-                    store(panel + (k + i) * PANEL + first, load(turned + i * LANES));
-            }
+        }
+    }
+}
+
+// Row by row.
+template <class Weight>
+static void unpack(const disagg::Packing &p) {
+    using disagg::BLOCK, disagg::num_threads;
+    const disagg::Rows &from = p.from;
+#pragma omp parallel for num_threads(num_threads) schedule(static)
+    for (int64_t n = 0; n < from.outputs; n++) {
+        Weight *to = static_cast<Weight *>(p.weights) + n * from.inputs;
+        for (int64_t k = 0; k < from.inputs; k += BLOCK) {
+            float block[BLOCK];
+            Weight cells[BLOCK];
+            read_row(from, n, k, block);
+            for (int64_t i = 0; i < BLOCK; i += LANES) store(cells + i, load(block + i));
+            std::memcpy(to + k, cells, std::min(BLOCK, from.inputs - k) * sizeof(Weight));
+        }
     }
 }
 
@@ -73,19 +91,18 @@ static inline float quantize_group(const float *from, int8_t *out) {
 
 template <int64_t SIZE>
 static void pack_int8_in(const disagg::Int8Packing &p) {
-    using disagg::INT8_PANEL, disagg::num_threads;
-    int64_t groups = (p.inputs + SIZE - 1) / SIZE, num_panels = (p.outputs + INT8_PANEL - 1) / INT8_PANEL;
+    using disagg::BLOCK, disagg::INT8_PANEL, disagg::num_threads;
+    static_assert(SIZE % BLOCK == 0);
+    const disagg::Rows &from = p.from;
+    int64_t groups = (from.inputs + SIZE - 1) / SIZE, num_panels = (from.outputs + INT8_PANEL - 1) / INT8_PANEL;
 #pragma omp parallel for num_threads(num_threads) schedule(static)
     for (int64_t n = 0; n < num_panels; n++)
         for (int64_t g = 0; g < groups; g++) {
             int8_t *panel = p.weights + (n * groups + g) * SIZE * INT8_PANEL;
             for (int64_t c = 0; c < INT8_PANEL; c++) {
-                float part[SIZE] = {};
+                float part[SIZE];
                 int8_t values[SIZE];
-                int64_t output = n * INT8_PANEL + c;
-                if (output < p.outputs)
-                    std::memcpy(part, p.from + output * p.inputs + g * SIZE,
-                                std::min(SIZE, p.inputs - g * SIZE) * sizeof(float));
+                for (int64_t k = 0; k < SIZE; k += BLOCK) read_row(from, n * INT8_PANEL + c, g * SIZE + k, part + k);
                 p.scales[(n * groups + g) * INT8_PANEL + c] = quantize_group<SIZE>(part, values);
                 for (int64_t k = 0; k < SIZE / 4; k++) std::memcpy(panel + (k * INT8_PANEL + c) * 4, values + 4 * k, 4);
             }

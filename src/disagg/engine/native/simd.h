@@ -37,6 +37,7 @@ static inline Vec fnma(Vec a, Vec b, Vec c) { return {_mm512_fnmadd_ps(a.v, b.v,
 static inline Vec absolute(Vec a) { return {_mm512_abs_ps(a.v)}; }
 static inline Vec nearest(Vec a) { return {_mm512_roundscale_ps(a.v, 0)}; }
 static inline Vec from_ints(const int32_t *p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
+static inline Vec from_bytes(__m128i bytes) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))}; }
 // 2^n for whole n in -126..127
 static inline Vec power_of_two(Vec n) {
     __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
@@ -121,6 +122,10 @@ static inline Vec nearest(Vec a) {
 static inline Vec from_ints(const int32_t *p) {
     return {_mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)p)),
             _mm256_cvtepi32_ps(_mm256_loadu_si256((const __m256i *)(p + 8)))};
+}
+static inline Vec from_bytes(__m128i bytes) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
 }
 static inline __m256 power_of_two_half(__m256 n) {
     __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
