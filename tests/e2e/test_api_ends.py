@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.e2e.api_paths import MODEL, PATHS, Json, Paths, all_paths, completion
-from tests.e2e.cluster import FAST_BEATS
+from tests.e2e.cluster import FAST_BEATS, standing_still
 from tests.e2e.test_aborts import SEED, draw, live_all
 
 from disagg.testing.model_files import write_tiny_llama
@@ -51,7 +51,7 @@ def test_case_33_one_too_many_is_turned_away_with_a_body_and_a_time(paths: Paths
     reading = []  # or the connections would be closed with their iterators
     with ExitStack() as stack:
         for front in paths.fronts.values():
-            asked = completion(PROMPT, max_tokens=2000, stream=True)
+            asked = completion(PROMPT, max_tokens=3900, stream=True)
             for _ in range(MAX_OPEN):
                 got = stack.enter_context(front.client.stream("POST", "/v1/completions", json=asked))
                 reading.append(got.iter_lines())
@@ -99,11 +99,14 @@ def test_case_32_a_failure_after_the_first_byte_is_an_event_and_no_done(model: P
         for name, front in ending.fronts.items():
             lines: list[str] = []
             asked = completion(PROMPT, max_tokens=3500, stream=True)
-            with front.client.stream("POST", "/v1/completions", json=asked) as got:
+            serve = ending.serves[name]
+            writer = serve.pid_of("mixed-0" if name == "mixed" else "decode-0")
+            with ExitStack() as still, front.client.stream("POST", "/v1/completions", json=asked) as got:
                 for line in got.iter_lines():
                     lines += [line] if line else []
                     if len(lines) == 5 and line:
-                        ending.serves[name].kill("router", signal.SIGTERM)
+                        still.enter_context(standing_still(writer))
+                        serve.kill("router", signal.SIGTERM)
             assert "data: [DONE]" not in lines
             assert all("error" not in json.loads(line.removeprefix("data: ")) for line in lines[:-1])
             errors[name] = json.loads(lines[-1].removeprefix("data: "))["error"]

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from tests.e2e.cluster import Front, completion
+from tests.e2e.cluster import Front, completion, standing_still
 from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, duo, handoff, of
 from tests.unit.transport.relays import Relay
 from tests.unit.worker.rigs import DEADLINE_S, Site, sequence_id, until
@@ -52,7 +52,7 @@ from disagg.scheduler.scheduler import Scheduler
 from disagg.scheduler.sequence import Sequence
 from disagg.telemetry import metrics as table
 from disagg.testing.engine import expected_tokens
-from disagg.testing.processes import Serve
+from disagg.testing.processes import Serve, wait_until
 from disagg.testing.virtual import MODEL, VirtualCluster
 from disagg.testing.virtual_time import Timing
 from disagg.testing.virtual_worker import VirtualWorker
@@ -363,7 +363,8 @@ LEAVES = (
 )
 
 
-def leave(url: str, body: dict[str, Any], how: Leave) -> None:
+def leave(url: str, body: dict[str, Any], how: Leave, at_end: Callable[[], object]) -> None:
+    """at_end: called just before the socket is closed."""
     host, port = url.removeprefix("http://").split(":")
     content = json.dumps({**body, "stream": how.stream}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -376,18 +377,23 @@ def leave(url: str, body: dict[str, Any], how: Leave) -> None:
             got = sock.recv(256)
             assert got, f"the connection ended before {how.until!r}: {seen!r}"
             seen += got
+        at_end()
         if how.is_reset:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 @pytest.mark.parametrize("how", LEAVES, ids=str)
-def test_b3_client_closes_its_socket_anywhere_and_no_block_is_kept(front: Front, how: Leave) -> None:
-    """With the default lease of 30 s, which is not waited for."""
+def test_b3_client_closes_its_socket_anywhere_and_no_block_is_kept(serve: Serve, front: Front, how: Leave) -> None:
+    """The lease of 30 s is not waited for. The answer does not end first: its writer stands still."""
+    writer = serve.pid_of("decode-0")
     before = front.readings()
     started_s = time.monotonic()
     salt = 3 + LEAVES.index(how)
     prompt = [salt, *(3 + index % 300 for index in range(400))]
-    leave(front.url, completion("tiny-llama", prompt, 280), how)
+    with contextlib.ExitStack() as still:
+        body = completion("tiny-llama", prompt, 280)
+        leave(front.url, body, how, lambda: still.enter_context(standing_still(writer)))
+        wait_until(lambda: not front.cluster().router.num_open_requests, 5.0, "the router to let go of it")
     front.wait_idle(2, timeout_s=20.0)
     assert time.monotonic() - started_s < 20.0
     seen = front.readings().since(before)
