@@ -9,7 +9,7 @@ that was starved) proves nothing: it is asked for again, a bounded number of tim
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -46,55 +46,62 @@ def reading(num_tokens: int, share: float = 0.0) -> Moment:
 
 
 class Aim:
-    """At the worker that is at work for the only open request.
+    """At the one of these processes that is at work for the only open request.
 
     To be made before that request, while nothing runs: finding processes takes longer than an answer may, and what
     workers have said of earlier requests must have been taken back.
     """
 
-    def __init__(self, serve: Serve, front: Front, moment: Moment) -> None:
-        names = [worker.worker_id for worker in front.cluster().workers if worker.role == moment.role]
+    def __init__(self, pids: Mapping[str, int], url: str, moment: Moment) -> None:
+        """pids: of all workers of the moment's role, by name. url: the router's."""
         self.struck: str | None = None  # its name; None when nobody was
-        self.pids = {name: serve.pid_of(name) for name in names}
-        self._url = front.url
+        self._pids = dict(pids)
+        self._url = url
         self._moment = moment
 
-    def strike(self, number: int) -> None:
-        """Send a signal to whoever is at work; to nobody when the answer is over by then.
-
-        Who was sent SIGSTOP stands still afterwards.
-        """
-        going_on = set(self.pids.values())
-        stop(*going_on)
+    def hold(self) -> str | None:
+        """Stop them all in the moment; the name of the one at work, or None when the answer is over by then."""
+        stop(*self._pids.values())
         try:
-            with Front(self._url) as own:
-                self.struck = self._find(own)
-            if self.struck is not None:
-                pid = self.pids[self.struck]
-                os.kill(pid, number)
-                if number == signal.SIGSTOP:
-                    going_on.remove(pid)
-        finally:
-            go_on(*going_on)
+            with Front(self._url) as front:
+                return self._find(front)
+        except BaseException:
+            self.let_go()
+            raise
 
-    def release(self) -> None:
-        """Whoever stands still goes on."""
-        go_on(*self.pids.values())
+    def let_go(self) -> None:
+        """All of them go on."""
+        go_on(*self._pids.values())
+
+    def strike(self, number: int) -> None:
+        """Send a signal to whoever is at work. Who is sent SIGSTOP stands still until let_go()."""
+        self.struck = self.hold()
+        going_on = dict(self._pids)
+        if self.struck is not None:
+            os.kill(going_on[self.struck], number)
+            if number == signal.SIGSTOP:
+                del going_on[self.struck]
+        go_on(*going_on.values())
 
     def _find(self, front: Front) -> str | None:
         deadline_s = time.monotonic() + TIMEOUT_S
         while time.monotonic() < deadline_s:
             view = front.cluster()
             for worker in view.workers:
-                if worker.worker_id in self.pids and self._moment.has_come(worker.state):
+                if worker.worker_id in self._pids and self._moment.has_come(worker.state):
                     return worker.worker_id
             if not view.router.num_open_requests:
                 return None
-            go_on(*self.pids.values())
+            go_on(*self._pids.values())
             time.sleep(INSTANT_S)
-            stop(*self.pids.values())
+            stop(*self._pids.values())
             time.sleep(REPORT_S)  # what was said has arrived, and the next word is due
         raise InternalFault(f"within {TIMEOUT_S:g} s no {self._moment.role} worker was at work on an open request")
+
+
+def aim_at(serve: Serve, front: Front, moment: Moment) -> Aim:
+    names = [worker.worker_id for worker in front.cluster().workers if worker.role == moment.role]
+    return Aim({name: serve.pid_of(name) for name in names}, front.url, moment)
 
 
 def strike_until_moved(
@@ -111,12 +118,12 @@ def strike_until_moved(
         serve.wait_healthy()
         front.wait_idle(num_workers, timeout_s=TIMEOUT_S)
         moves = front.readings().total(table.MOVES)
-        aim = Aim(serve, front, moment)
+        aim = aim_at(serve, front, moment)
         try:
             answers.append(ask(lambda aim=aim: aim.strike(number)))  # type: ignore[misc]
         finally:
             if number == signal.SIGSTOP:
-                aim.release()
+                aim.let_go()
         if aim.struck is not None and front.readings().total(table.MOVES) > moves:
             return aim.struck, answers
     raise InternalFault(f"{MAX_TRIES} answers were over before a {moment.role} worker was struck")

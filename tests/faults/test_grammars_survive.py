@@ -3,7 +3,7 @@
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -11,9 +11,8 @@ import jsonschema
 import pytest
 from tests.e2e.cluster import Front
 from tests.faults.strikes import WRITING, Act, strike_until_moved
-from tests.faults.test_streams_survive import ARGUMENTS, BEATS, DEATHS, MODEL, NUM_WORKERS, SIZES, TIMEOUT_S
+from tests.faults.survival import MODEL, TIMEOUT_S, TRIGGER
 
-from disagg.testing.model_files import write_tiny_llama
 from disagg.testing.processes import Serve
 
 LENGTH = 16  # items: hundreds of tokens, most of them still to come when a worker is struck
@@ -37,7 +36,6 @@ SCHEMA: dict[str, Any] = {
 }
 TOOL = {"type": "function", "function": {"name": "store", "parameters": SCHEMA}}
 STRICT = {"type": "function", "function": {"name": "store", "parameters": SCHEMA, "strict": True}}
-TRIGGER = "<tool_call>"  # one token of this model: pushed, or a model without training would never write it
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "seeded": {"temperature": 1.0, "seed": 5},
@@ -45,22 +43,17 @@ MODES: dict[str, dict[str, Any]] = {
     "a call": {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "seed": 8},
     "a chosen call": {"tools": [STRICT], "parallel_tool_calls": False, "seed": 8},
 }
-pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    model = write_tiny_llama(tmp_path_factory.mktemp("served") / MODEL, max_context=4096, words=(TRIGGER,))
-    with Serve((str(model), *ARGUMENTS, *BEATS, *DEATHS, *SIZES)) as running:
-        yield running
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("mortals")]
 
 
 @pytest.fixture
-def front(serve: Serve) -> Iterator[Front]:
-    serve.wait_healthy()
-    with Front(serve.url, timeout_s=TIMEOUT_S) as front:
-        front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
-        yield front
+def serve(mortals: Serve) -> Serve:
+    return mortals
+
+
+@pytest.fixture
+def front(mortals_front: Front) -> Front:
+    return mortals_front
 
 
 def question(front: Front, mode: str) -> dict[str, Any]:
@@ -69,6 +62,7 @@ def question(front: Front, mode: str) -> dict[str, Any]:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
     if mode == "a chosen call":
         (trigger,) = front.post({"prompt": TRIGGER}, "/tokenize").json()["tokens"]
+        # Pushed, or a model without training would never write it.
         body["logit_bias"] = {str(trigger): 100}
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
 

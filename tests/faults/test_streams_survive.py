@@ -7,33 +7,24 @@ worker is struck (tests/faults/strikes.py). Only ids, times and what was found c
 import itertools
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from tests.e2e.cluster import Front, completion, standing_still
-from tests.faults.strikes import WRITING, Act, Aim, act_once_open, reading, strike_until_moved
+from tests.faults.strikes import WRITING, Act, act_once_open, aim_at, reading, strike_until_moved
+from tests.faults.survival import MODEL, NUM_WORKERS, TIMEOUT_S
 
 from disagg.core.errors import InternalFault
 from disagg.testing.processes import Serve, wait_until
 
-MODEL = "tiny-llama"
-NUM_WORKERS = 4
-# A few prompt tokens a step: a prompt of 600 takes long enough to be interrupted.
-ARGUMENTS = ("--prefill", "2", "--decode", "2", "--local-prefill-tokens", "0", "--chunk-tokens", "4")
-BEATS = ("--beat-interval-s", "1.5", "--drain-timeout-s", "20")
-# Deaths are the point here: nobody is given up for dying often.
-DEATHS = ("--max-crashes", "1000", "--max-restart-delay-s", "0.3")
-SIZES = ("--kv-memory", "8M", "--num-threads", "1")
-TIMEOUT_S = 60.0
 LONG_PROMPT = [3 + index % 300 for index in range(600)]
 SHORT_PROMPT = [7, 8, 9, 10, 11]
 SALTS = itertools.count()  # another start for each long prompt, or the prefix index would know it
 LENGTH = 480  # tokens: most of them are still to come when a worker is struck
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("mortals")]
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -43,18 +34,14 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def serve(tiny_llama: Path) -> Iterator[Serve]:
-    with Serve((str(tiny_llama), *ARGUMENTS, *BEATS, *DEATHS, *SIZES)) as running:
-        yield running
+@pytest.fixture
+def serve(mortals: Serve) -> Serve:
+    return mortals
 
 
 @pytest.fixture
-def front(serve: Serve) -> Iterator[Front]:
-    serve.wait_healthy()
-    with Front(serve.url, timeout_s=TIMEOUT_S) as front:
-        front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
-        yield front
+def front(mortals_front: Front) -> Front:
+    return mortals_front
 
 
 def question(prompt: list[int], mode: str, *, stream: bool, max_tokens: int = LENGTH) -> dict[str, Any]:
@@ -112,7 +99,7 @@ def kill_near_the_end(serve: Serve, front: Front, body: dict[str, Any], after: i
     """The last tokens may have left the worker before it dies."""
     expected = read(front, body)
     front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
-    aim = Aim(serve, front, WRITING)
+    aim = aim_at(serve, front, WRITING)
     assert read(front, body, after, lambda: aim.strike(signal.SIGKILL)) == expected
 
 
