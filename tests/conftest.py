@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.e2e.models import tiny_llama, tiny_qwen2
 
 from disagg.modelfiles.fetch import KNOWN_MODELS, models_folder
+
+__all__ = ["tiny_llama", "tiny_qwen2"]
 
 LEAK_TIMEOUT_S = 5.0
 # Threads that libraries keep for the whole life of the process.

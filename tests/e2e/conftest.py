@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 from tests.e2e.api_paths import MARKS, MAX_OPEN, MODEL, Paths, all_paths
 from tests.e2e.cluster import FAST_BEATS
-from tests.e2e.models import tiny_llama, tiny_qwen2
 
 from disagg.testing.model_files import write_tiny_llama
-
-__all__ = ["tiny_llama", "tiny_qwen2"]
 
 
 @pytest.fixture(scope="session")

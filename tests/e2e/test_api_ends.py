@@ -40,7 +40,7 @@ def test_case_33_one_too_many_is_turned_away_with_a_body_and_a_time(paths: Paths
     reading = []  # or the connections would be closed with their iterators
     with ExitStack() as stack:
         for front in paths.fronts.values():
-            asked = completion(PROMPT, max_tokens=3900, stream=True)
+            asked = completion(PROMPT, max_tokens=2500, stream=True)
             for _ in range(MAX_OPEN):
                 got = stack.enter_context(front.client.stream("POST", "/v1/completions", json=asked))
                 reading.append(got.iter_lines())

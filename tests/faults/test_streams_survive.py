@@ -209,6 +209,7 @@ def test_a_router_killed_mid_stream_breaks_the_connection(serve: Serve, front: F
     front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_every_worker_restarted_in_turn_under_load(serve: Serve, front: Front) -> None:
     """No error, no truncated answer."""
     body = question(SHORT_PROMPT, "seeded", stream=True)
