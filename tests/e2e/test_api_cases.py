@@ -5,7 +5,6 @@ test_calls_and_thoughts.py and test_structured.py.
 """
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx

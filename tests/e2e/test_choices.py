@@ -1,8 +1,5 @@
 """Requests for several answers, along every path: one prompt is read, one hand-off is made, each answer is its own."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from tests.e2e.api_paths import Paths, completion
 

@@ -129,9 +129,7 @@ SOME = (ORDERS[0], ORDERS[3], ORDERS[4])
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("orders", [SOME, pytest.param(ORDERS, marks=pytest.mark.slow)], ids=["some", "every"])
-def test_orders_of_starting_work_and_health_is_truthful(
-    tiny_llama: Path, orders: tuple[tuple[str, ...], ...]
-) -> None:
+def test_orders_of_starting_work_and_health_is_truthful(tiny_llama: Path, orders: tuple[tuple[str, ...], ...]) -> None:
     def run(order: tuple[str, ...]) -> list[str]:
         try:
             return start_in_order(order, tiny_llama)

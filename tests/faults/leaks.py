@@ -1,45 +1,16 @@
 """What tests of leaks share: scenes in virtual time, stopped at every moment, and one check of what must be back."""
 
-import asyncio
-import contextlib
-import gc
 import itertools
-import json
-import random
-import socket
-import struct
-import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-import msgspec
-import pytest
-from tests.e2e.cluster import Front, completion, standing_still
 from tests.faults.outputs import check_answers
-from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, duo, handoff, of
-from tests.unit.transport.relays import Relay
-from tests.unit.worker.rigs import DEADLINE_S, Site, sequence_id, until
+from tests.unit.scheduler.rigs import Solo
 
-from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import DisaggError, Failure, FailureKind, InvalidRequest, ModelNotFound, Overloaded
-from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
+from disagg.core.ids import RequestId
 from disagg.core.request import SamplingParams
-from disagg.core.roles import HandoffMode, Role, Task
-from disagg.core.spans import KvLayout, Span
+from disagg.core.roles import HandoffMode, Role
 from disagg.dispatch.stream import GenerateRequest
-from disagg.policy.batching import StepBudget
-from disagg.protocol.handoff import DestinationState, SourceState, decode_grant_key
-from disagg.protocol.lifecycle import CHOICE_TABLE, ChoiceState, SequenceState
-from disagg.protocol.messages import AbortSequence, CancelHandoff, RequestReservation, StartSequence, WorkerCard
-from disagg.scheduler import events
-from disagg.scheduler.actions import PushSpan, RevokeGrant, StopPushes
-from disagg.scheduler.scheduler import Scheduler
-from disagg.scheduler.sequence import Sequence
-from disagg.telemetry import metrics as table
-from disagg.testing.engine import expected_tokens
-from disagg.testing.processes import Serve, wait_until
 from disagg.testing.virtual import MODEL, VirtualCluster
 from disagg.testing.virtual_time import Timing
 from disagg.testing.virtual_worker import VirtualWorker
@@ -49,8 +20,6 @@ PROMPT = tuple(range(10))
 ENDLESS_S = 10_000.0
 SLOW_LINK = Timing(write_s=0.02, byte_s=1e-5)
 SLOWER_LINK = Timing(step_s=0.05, byte_s=3e-4)  # what is missing takes longer than a step is thought to
-
-
 
 
 def num_used(worker: VirtualWorker) -> int:
@@ -127,5 +96,3 @@ def every_moment(make: Callable[[], Scene], stride: int = 1, limit: int = 10_000
         made = make()
         run_events(made.cluster, moment)
         yield moment, made
-
-

@@ -1,51 +1,14 @@
 """What tests of wrong output share: right answers, KV as it must lie somewhere, counters of a worker of either kind."""
 
-import asyncio
-import os
-import random
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
-from typing import Any
+from tests.unit.scheduler.rigs import handoff
+from tests.unit.worker.rigs import Site
 
-import httpx
-import msgspec
-import pytest
-from tests.e2e.cluster import START_TIMEOUT_S, Front, announced, completion, router, worker
-from tests.unit.scheduler.rigs import Solo, handoff, of, to_peer
-from tests.unit.transport.relays import Relay
-from tests.unit.worker.rigs import DEADLINE_S, Site, meet, sequence_id, site, until
-from tests.unit.worker.rigs import layout as small_layout
-
-from disagg.channel.channel import dial
-from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import FailureKind, InvalidRequest
-from disagg.core.ids import BlockId, Incarnation, RequestId, SequenceId, WorkerId
-from disagg.core.request import SamplingParams, SequenceSpec
-from disagg.core.roles import HandoffMode, Role, Task
-from disagg.core.spans import KvLayout, KvOrder, Span
-from disagg.dispatch.stream import GenerateRequest
-from disagg.policy.batching import StepBudget
-from disagg.protocol.lifecycle import SequenceState
-from disagg.protocol.messages import (
-    AbortSequence,
-    AnswerPairing,
-    RequestPairing,
-    RequestReservation,
-    StartSequence,
-    WorkerCard,
-    WorkerToWorker,
-)
-from disagg.scheduler import events
-from disagg.scheduler.actions import Action, PushSpan
-from disagg.scheduler.engine import OnLayers, StepPlan, StepResult
-from disagg.scheduler.scheduler import Scheduler
+from disagg.core.ids import BlockId, SequenceId
+from disagg.core.request import SamplingParams
+from disagg.core.spans import KvLayout
 from disagg.telemetry import metrics as table
-from disagg.testing.engine import FakeEngine, expected_tokens, kv_bytes
-from disagg.testing.processes import wait_until
-from disagg.testing.virtual import MODEL, VirtualCluster
-from disagg.testing.virtual_time import Timing
+from disagg.testing.engine import expected_tokens, kv_bytes
+from disagg.testing.virtual import VirtualCluster
 from disagg.testing.virtual_worker import VirtualWorker
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
@@ -88,8 +51,6 @@ def prompt_kv(layout: KvLayout, prompt: tuple[int, ...]) -> bytes:
         for kv in range(layout.num_planes)
         for position, token in enumerate(prompt)
     )
-
-
 
 
 def check_only_between_rounds(cluster: VirtualCluster) -> None:

@@ -19,22 +19,10 @@ A14  A prompt's KV may be any number of times what the transport has under way: 
 ==== ==============================================================================================================
 """
 
-import asyncio
-import os
 import random
-import signal
-import time
-from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
-from pathlib import Path
 
-import httpx
 import msgspec
 import pytest
-from tests.e2e.cluster import Front, announced, is_ready, router, worker
-from tests.faults import loopback
-from tests.faults.loopback import GatedEngine, LateEngine, delay_every_await, live_router, live_worker, paired
 from tests.faults.virtual_rigs import (
     TIMES,
     WatchedCluster,
@@ -47,27 +35,15 @@ from tests.faults.virtual_rigs import (
     submit_over,
 )
 from tests.unit.scheduler.rigs import Solo
-from tests.unit.transport.rigs import open_descriptors
-from tests.unit.worker.rigs import DEADLINE_S, until
 
-from disagg.channel.channel import dial
-from disagg.core.endpoints import TransportKind
 from disagg.core.errors import FailureKind, InvalidRequest, Unavailable
-from disagg.core.ids import WorkerId
 from disagg.core.roles import HandoffMode, Role, Task
-from disagg.modelfiles.tokenizer import load_tokenizer
 from disagg.policy.recovery import RecoveryLimits
-from disagg.protocol.messages import RegisterWorker, ReportFailure, RouterToWorker, WorkerState
-from disagg.router.app import create_app
-from disagg.router.text import ModelText
+from disagg.protocol.messages import ReportFailure
 from disagg.scheduler.scheduler import Scheduler
 from disagg.telemetry import metrics as table
-from disagg.testing.processes import wait_until
-from disagg.testing.tokenizer_files import write_tiny_tokenizer
 from disagg.testing.virtual_time import Chances, Timing
 from disagg.testing.virtual_worker import VirtualWorker
-from disagg.transport.tcp_sender import TcpSender
-
 
 # --- one side cannot ---------------------------------------------------------------------------------------------
 
@@ -351,5 +327,3 @@ def test_a12_no_delay_of_any_event_leaves_a_request_behind(seed: int) -> None:
     submit_over(cluster, 20, 2.0)
     cluster.time.run_for(2.0)
     finish(cluster, 20, limit_s=600.0)
-
-

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import random
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -18,35 +17,21 @@ from tests.faults import loopback
 from tests.faults.loopback import GatedEngine, LateEngine, delay_every_await, live_router, live_worker, paired
 from tests.faults.virtual_rigs import (
     TIMES,
-    WatchedCluster,
-    any_mode,
-    ask,
-    attempt,
-    attempts,
-    check_answers,
-    finish,
-    submit_over,
 )
-from tests.unit.scheduler.rigs import Solo
 from tests.unit.transport.rigs import open_descriptors
 from tests.unit.worker.rigs import DEADLINE_S, until
 
 from disagg.channel.channel import dial
 from disagg.core.endpoints import TransportKind
-from disagg.core.errors import FailureKind, InvalidRequest, Unavailable
 from disagg.core.ids import WorkerId
-from disagg.core.roles import HandoffMode, Role, Task
+from disagg.core.roles import Role
 from disagg.modelfiles.tokenizer import load_tokenizer
-from disagg.policy.recovery import RecoveryLimits
-from disagg.protocol.messages import RegisterWorker, ReportFailure, RouterToWorker, WorkerState
+from disagg.protocol.messages import RegisterWorker, RouterToWorker, WorkerState
 from disagg.router.app import create_app
 from disagg.router.text import ModelText
-from disagg.scheduler.scheduler import Scheduler
 from disagg.telemetry import metrics as table
 from disagg.testing.processes import wait_until
 from disagg.testing.tokenizer_files import write_tiny_tokenizer
-from disagg.testing.virtual_time import Chances, Timing
-from disagg.testing.virtual_worker import VirtualWorker
 from disagg.transport.tcp_sender import TcpSender
 
 FROM_ROUTER: msgspec.msgpack.Decoder[RouterToWorker] = msgspec.msgpack.Decoder(RouterToWorker)

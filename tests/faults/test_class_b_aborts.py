@@ -1,25 +1,12 @@
 """Class B: aborts in every state (B5), under memory pressure (B7), inside a step (B8), of what is queued (B10)."""
 
-import asyncio
-import contextlib
 import gc
-import itertools
-import json
 import random
-import socket
-import struct
-import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import msgspec
 import pytest
-from tests.e2e.cluster import Front, completion, standing_still
 from tests.faults.leaks import (
-    ENDLESS_S,
-    PROMPT,
     SLOW_LINK,
     SLOWER_LINK,
     Scene,
@@ -29,30 +16,20 @@ from tests.faults.leaks import (
     request,
     scene,
 )
-from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, duo, handoff, of
-from tests.unit.transport.relays import Relay
-from tests.unit.worker.rigs import DEADLINE_S, Site, sequence_id, until
+from tests.unit.scheduler.rigs import Solo, duo, handoff, of
+from tests.unit.worker.rigs import sequence_id
 
-from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import DisaggError, Failure, FailureKind, InvalidRequest, ModelNotFound, Overloaded
-from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
-from disagg.core.request import SamplingParams
+from disagg.core.ids import Incarnation, RequestId, SequenceId
 from disagg.core.roles import HandoffMode, Role, Task
-from disagg.core.spans import KvLayout, Span
-from disagg.dispatch.stream import GenerateRequest
 from disagg.policy.batching import StepBudget
-from disagg.protocol.handoff import DestinationState, SourceState, decode_grant_key
+from disagg.protocol.handoff import DestinationState, SourceState
 from disagg.protocol.lifecycle import CHOICE_TABLE, ChoiceState, SequenceState
-from disagg.protocol.messages import AbortSequence, CancelHandoff, RequestReservation, StartSequence, WorkerCard
+from disagg.protocol.messages import AbortSequence
 from disagg.scheduler import events
-from disagg.scheduler.actions import PushSpan, RevokeGrant, StopPushes
-from disagg.scheduler.scheduler import Scheduler
+from disagg.scheduler.actions import PushSpan, StopPushes
 from disagg.scheduler.sequence import Sequence
 from disagg.telemetry import metrics as table
-from disagg.testing.engine import expected_tokens
-from disagg.testing.processes import Serve, wait_until
-from disagg.testing.virtual import MODEL, VirtualCluster
-from disagg.testing.virtual_time import Timing
+from disagg.testing.virtual import VirtualCluster
 from disagg.testing.virtual_worker import VirtualWorker
 
 # --- B5 ----------------------------------------------------------------------------------------------------------

@@ -1,59 +1,20 @@
 """Class B over HTTP: clients that close their sockets anywhere (B3), requests that are refused (B2)."""
 
-import asyncio
 import contextlib
-import gc
-import itertools
 import json
-import random
 import socket
 import struct
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 from tests.e2e.cluster import Front, completion, standing_still
-from tests.faults.leaks import (
-    ENDLESS_S,
-    PROMPT,
-    SLOW_LINK,
-    SLOWER_LINK,
-    Scene,
-    check_clean,
-    check_solo_clean,
-    every_moment,
-    request,
-    scene,
-)
-from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, duo, handoff, of
-from tests.unit.transport.relays import Relay
-from tests.unit.worker.rigs import DEADLINE_S, Site, sequence_id, until
 
-from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import DisaggError, Failure, FailureKind, InvalidRequest, ModelNotFound, Overloaded
-from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
-from disagg.core.request import SamplingParams
-from disagg.core.roles import HandoffMode, Role, Task
-from disagg.core.spans import KvLayout, Span
-from disagg.dispatch.stream import GenerateRequest
-from disagg.policy.batching import StepBudget
-from disagg.protocol.handoff import DestinationState, SourceState, decode_grant_key
-from disagg.protocol.lifecycle import CHOICE_TABLE, ChoiceState, SequenceState
-from disagg.protocol.messages import AbortSequence, CancelHandoff, RequestReservation, StartSequence, WorkerCard
-from disagg.scheduler import events
-from disagg.scheduler.actions import PushSpan, RevokeGrant, StopPushes
-from disagg.scheduler.scheduler import Scheduler
-from disagg.scheduler.sequence import Sequence
 from disagg.telemetry import metrics as table
-from disagg.testing.engine import expected_tokens
 from disagg.testing.processes import Serve, wait_until
-from disagg.testing.virtual import MODEL, VirtualCluster
-from disagg.testing.virtual_time import Timing
-from disagg.testing.virtual_worker import VirtualWorker
+
 
 @pytest.fixture(scope="module")
 def serve(tiny_llama: Path) -> Iterator[Serve]:
@@ -165,5 +126,3 @@ def test_b2_a_bad_request_over_http_reaches_no_worker(front: Front, more: dict[s
     assert "error" in response.json()
     assert front.readings().since(before).total(table.PLACEMENTS) == 0
     assert front.is_idle(2)
-
-

@@ -2,59 +2,39 @@
 
 import asyncio
 import contextlib
-import gc
-import itertools
-import json
-import random
-import socket
-import struct
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from tests.e2e.cluster import Front, completion, standing_still
 from tests.faults.leaks import (
     ENDLESS_S,
     PROMPT,
     SLOW_LINK,
-    SLOWER_LINK,
-    Scene,
     check_clean,
     check_solo_clean,
     every_moment,
-    request,
     scene,
 )
 from tests.faults.outputs import KV
-from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, duo, handoff, of
+from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, handoff, of
 from tests.unit.transport.relays import Relay
 from tests.unit.worker.rigs import DEADLINE_S, Site, sequence_id, until
 
 from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import DisaggError, Failure, FailureKind, InvalidRequest, ModelNotFound, Overloaded
-from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
+from disagg.core.errors import FailureKind
+from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.request import SamplingParams
-from disagg.core.roles import HandoffMode, Role, Task
-from disagg.core.spans import KvLayout, Span
-from disagg.dispatch.stream import GenerateRequest
+from disagg.core.roles import Role, Task
 from disagg.policy.batching import StepBudget
-from disagg.protocol.handoff import DestinationState, SourceState, decode_grant_key
-from disagg.protocol.lifecycle import CHOICE_TABLE, ChoiceState, SequenceState
-from disagg.protocol.messages import AbortSequence, CancelHandoff, RequestReservation, StartSequence, WorkerCard
+from disagg.protocol.messages import StartSequence, WorkerCard
 from disagg.scheduler import events
-from disagg.scheduler.actions import PushSpan, RevokeGrant, StopPushes
-from disagg.scheduler.scheduler import Scheduler
-from disagg.scheduler.sequence import Sequence
+from disagg.scheduler.actions import StopPushes
 from disagg.telemetry import metrics as table
-from disagg.testing.engine import expected_tokens
-from disagg.testing.processes import Serve, wait_until
-from disagg.testing.virtual import MODEL, VirtualCluster
 from disagg.testing.virtual_time import Timing
-from disagg.testing.virtual_worker import VirtualWorker
 
 
 @pytest.mark.parametrize("timing", [Timing(), SLOW_LINK], ids=["fast", "slow"])
@@ -223,5 +203,3 @@ def _spec(prompt: tuple[int, ...]) -> Any:
     from disagg.core.request import SequenceSpec
 
     return SequenceSpec(sequence_id(0), prompt, SamplingParams(4, temperature=0.0))
-
-

@@ -15,28 +15,13 @@
 test_class_b_clients.py. B4: test_class_b_killed_decode.py. From B5 on: test_class_b_aborts.py.
 """
 
-import asyncio
-import contextlib
-import gc
-import itertools
-import json
-import random
-import socket
-import struct
-import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 import msgspec
 import pytest
-from tests.e2e.cluster import Front, completion, standing_still
 from tests.faults.leaks import (
-    ENDLESS_S,
     PROMPT,
     SLOW_LINK,
-    SLOWER_LINK,
     Scene,
     check_clean,
     check_solo_clean,
@@ -44,29 +29,20 @@ from tests.faults.leaks import (
     request,
     scene,
 )
-from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, duo, handoff, of
-from tests.unit.transport.relays import Relay
-from tests.unit.worker.rigs import DEADLINE_S, Site, sequence_id, until
+from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, handoff, of
 
-from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import DisaggError, Failure, FailureKind, InvalidRequest, ModelNotFound, Overloaded
-from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
-from disagg.core.request import SamplingParams
+from disagg.core.ids import WorkerId
 from disagg.core.roles import HandoffMode, Role, Task
-from disagg.core.spans import KvLayout, Span
+from disagg.core.spans import Span
 from disagg.dispatch.stream import GenerateRequest
-from disagg.policy.batching import StepBudget
-from disagg.protocol.handoff import DestinationState, SourceState, decode_grant_key
-from disagg.protocol.lifecycle import CHOICE_TABLE, ChoiceState, SequenceState
-from disagg.protocol.messages import AbortSequence, CancelHandoff, RequestReservation, StartSequence, WorkerCard
+from disagg.protocol.handoff import decode_grant_key
+from disagg.protocol.messages import CancelHandoff, RequestReservation
 from disagg.scheduler import events
-from disagg.scheduler.actions import PushSpan, RevokeGrant, StopPushes
+from disagg.scheduler.actions import RevokeGrant
 from disagg.scheduler.scheduler import Scheduler
-from disagg.scheduler.sequence import Sequence
 from disagg.telemetry import metrics as table
-from disagg.testing.engine import expected_tokens
-from disagg.testing.processes import Serve, wait_until
-from disagg.testing.virtual import MODEL, VirtualCluster
+from disagg.testing.virtual import VirtualCluster
 from disagg.testing.virtual_time import Timing
 from disagg.testing.virtual_worker import VirtualWorker
 
@@ -242,5 +218,3 @@ def test_b3_client_gone_at_every_moment_is_let_go_by_the_router_itself(mode: Han
         for worker in cluster.workers.values():
             check_clean(worker)
         made.check_answers()
-
-

@@ -1,9 +1,6 @@
 """Class C, C3: a hand-off's time is over while its bytes are sent: its blocks wait for the transport."""
 
 import asyncio
-import random
-from collections.abc import Callable, Iterator
-from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -11,21 +8,12 @@ from tests.faults.outputs import KV
 from tests.faults.words import (
     CANCELLED,
     FROM_PEER,
-    NOBODY,
     PROMPT,
-    STRANGE,
-    local_events,
-    peer_messages,
-    router_messages,
 )
-from tests.unit.dispatch.rigs import Desk, events_of
 from tests.unit.scheduler.rigs import (
     PEER,
     PEER_INCARNATION,
-    Duo,
     Solo,
-    card,
-    duo,
     handoff,
     of,
     sequence_id,
@@ -33,55 +21,36 @@ from tests.unit.scheduler.rigs import (
 )
 from tests.unit.transport.relays import Relay
 from tests.unit.transport.rigs import EventLog
-from tests.unit.worker.rigs import DEADLINE_S, Site, gone, layout, meet, site, until
+from tests.unit.worker.rigs import DEADLINE_S, Site, until
 
-from disagg.channel.channel import Channel, dial
+from disagg.channel.channel import Channel
 from disagg.channel.listening import listen
 from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import Failure, FailureKind
-from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, RequestId, SequenceId, StepId, WorkerId
-from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
+from disagg.core.errors import FailureKind
+from disagg.core.ids import BlockId, HandoffId, Incarnation, WorkerId
+from disagg.core.request import SamplingParams, SequenceSpec
 from disagg.core.roles import Numerics, Role, Task
-from disagg.core.spans import KvLayout, Span
-from disagg.dispatch.events import ClientGone
+from disagg.core.spans import Span
 from disagg.kvcache.segments import block_segments, span_segments
 from disagg.policy.batching import StepBudget
 from disagg.protocol.handoff import GrantKey, decode_grant_key
 from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.messages import (
-    AbortSequence,
-    AnnouncePeers,
-    AnswerCluster,
-    AnswerDrain,
-    AnswerExamination,
     AnswerPairing,
-    AnswerRegistration,
     AnswerReservation,
-    Beat,
     CancelHandoff,
-    DrainWorker,
-    EmitTokens,
     FinishPrefill,
-    HostLimits,
     PoolCard,
-    PromptReport,
-    RenewLeases,
-    ReportFailure,
-    RequestExamination,
     RequestPairing,
     RequestReservation,
-    RouterToWorker,
-    SequenceReport,
     StartSequence,
     TakeHandoff,
     WorkerCard,
     WorkerToWorker,
 )
 from disagg.scheduler import events
-from disagg.scheduler.actions import Action, PushSpan, RevokeGrant, SendToPeer, StopPushes
-from disagg.scheduler.engine import StepResult
-from disagg.telemetry import metrics as table
-from disagg.testing.engine import expected_tokens, kv_bytes
+from disagg.scheduler.actions import Action, PushSpan, StopPushes
+from disagg.testing.engine import kv_bytes
 from disagg.testing.memory import BytesMemory
 from disagg.transport.api import TransportEvent, WriteLanded
 from disagg.transport.tcp_receiver import TcpReceiver

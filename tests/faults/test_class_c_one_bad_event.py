@@ -12,16 +12,14 @@ tier would be one more end. Kinds are taken from the protocol's unions: one that
 C1 beyond one scheduler: test_class_c_strange_words.py. C3: test_class_c_blocks_in_flight.py.
 """
 
-import asyncio
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 import pytest
 from tests.faults.words import (
     CANCELLED,
-    FROM_PEER,
     NOBODY,
     PROMPT,
     STRANGE,
@@ -29,73 +27,36 @@ from tests.faults.words import (
     peer_messages,
     router_messages,
 )
-from tests.unit.dispatch.rigs import Desk, events_of
 from tests.unit.scheduler.rigs import (
     PEER,
-    PEER_INCARNATION,
     Duo,
     Solo,
-    card,
     duo,
     handoff,
-    of,
     sequence_id,
-    to_peer,
 )
-from tests.unit.transport.relays import Relay
-from tests.unit.transport.rigs import EventLog
-from tests.unit.worker.rigs import DEADLINE_S, Site, gone, layout, meet, site, until
 
-from disagg.channel.channel import Channel, dial
-from disagg.channel.listening import listen
-from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import Failure, FailureKind
-from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, RequestId, SequenceId, StepId, WorkerId
-from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
-from disagg.core.roles import Numerics, Role, Task
-from disagg.core.spans import KvLayout, Span
-from disagg.dispatch.events import ClientGone
-from disagg.kvcache.segments import block_segments, span_segments
+from disagg.core.ids import WorkerId
+from disagg.core.request import EmittedToken
+from disagg.core.roles import Role, Task
+from disagg.core.spans import Span
 from disagg.policy.batching import StepBudget
-from disagg.protocol.handoff import GrantKey, decode_grant_key
-from disagg.protocol.lifecycle import SequenceState
+from disagg.protocol.handoff import decode_grant_key
 from disagg.protocol.messages import (
-    AbortSequence,
-    AnnouncePeers,
-    AnswerCluster,
-    AnswerDrain,
-    AnswerExamination,
-    AnswerPairing,
-    AnswerRegistration,
-    AnswerReservation,
-    Beat,
     CancelHandoff,
     DrainWorker,
-    EmitTokens,
     FinishPrefill,
-    HostLimits,
-    PoolCard,
-    PromptReport,
     RenewLeases,
-    ReportFailure,
-    RequestExamination,
-    RequestPairing,
     RequestReservation,
     RouterToWorker,
-    SequenceReport,
     StartSequence,
-    TakeHandoff,
-    WorkerCard,
     WorkerToWorker,
 )
 from disagg.scheduler import events
 from disagg.scheduler.actions import Action, PushSpan, RevokeGrant, SendToPeer, StopPushes
 from disagg.scheduler.engine import StepResult
 from disagg.telemetry import metrics as table
-from disagg.testing.engine import expected_tokens, kv_bytes
-from disagg.testing.memory import BytesMemory
-from disagg.transport.api import TransportEvent, WriteLanded
-from disagg.transport.tcp_receiver import TcpReceiver
+
 
 def test_c1_every_kind_of_event_is_tried() -> None:
     """What is left out is no news about a sequence."""
@@ -332,5 +293,3 @@ def _late(world: Recorder) -> list[tuple[Solo, events.Event]]:
 def _is_about(event: events.Event, number: int) -> bool:
     which = getattr(getattr(event, "message", event), "handoff_id", None)
     return which == handoff(number)
-
-

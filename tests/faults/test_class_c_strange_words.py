@@ -1,89 +1,39 @@
 """Class C, C1 beyond one scheduler: late, second and unknown words at the router and over real connections."""
 
-import asyncio
 import random
-from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from collections.abc import Iterator
 
 import msgspec
 import pytest
 from tests.faults.words import (
-    CANCELLED,
     FROM_PEER,
     NOBODY,
-    PROMPT,
     STRANGE,
-    local_events,
     peer_messages,
-    router_messages,
 )
 from tests.unit.dispatch.rigs import Desk, events_of
 from tests.unit.scheduler.rigs import (
-    PEER,
-    PEER_INCARNATION,
-    Duo,
-    Solo,
-    card,
-    duo,
-    handoff,
-    of,
     sequence_id,
-    to_peer,
 )
-from tests.unit.transport.relays import Relay
-from tests.unit.transport.rigs import EventLog
-from tests.unit.worker.rigs import DEADLINE_S, Site, gone, layout, meet, site, until
+from tests.unit.worker.rigs import DEADLINE_S, Site, gone, layout, meet, site
 
 from disagg.channel.channel import Channel, dial
-from disagg.channel.listening import listen
-from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import Failure, FailureKind
-from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, RequestId, SequenceId, StepId, WorkerId
-from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
-from disagg.core.roles import Numerics, Role, Task
-from disagg.core.spans import KvLayout, Span
+from disagg.core.ids import Fence, HandoffId, Incarnation, RequestId, SequenceId, WorkerId
+from disagg.core.request import EmittedToken, SamplingParams
+from disagg.core.roles import Role, Task
 from disagg.dispatch.events import ClientGone
-from disagg.kvcache.segments import block_segments, span_segments
-from disagg.policy.batching import StepBudget
-from disagg.protocol.handoff import GrantKey, decode_grant_key
-from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.messages import (
-    AbortSequence,
-    AnnouncePeers,
-    AnswerCluster,
-    AnswerDrain,
-    AnswerExamination,
     AnswerPairing,
-    AnswerRegistration,
-    AnswerReservation,
-    Beat,
-    CancelHandoff,
-    DrainWorker,
     EmitTokens,
-    FinishPrefill,
-    HostLimits,
-    PoolCard,
     PromptReport,
-    RenewLeases,
     ReportFailure,
-    RequestExamination,
     RequestPairing,
-    RequestReservation,
-    RouterToWorker,
     SequenceReport,
-    StartSequence,
-    TakeHandoff,
-    WorkerCard,
     WorkerToWorker,
 )
-from disagg.scheduler import events
-from disagg.scheduler.actions import Action, PushSpan, RevokeGrant, SendToPeer, StopPushes
-from disagg.scheduler.engine import StepResult
 from disagg.telemetry import metrics as table
-from disagg.testing.engine import expected_tokens, kv_bytes
-from disagg.testing.memory import BytesMemory
-from disagg.transport.api import TransportEvent, WriteLanded
-from disagg.transport.tcp_receiver import TcpReceiver
+from disagg.testing.engine import expected_tokens
 
 # --- C1: at the router -------------------------------------------------------------------------------------------
 
@@ -185,5 +135,3 @@ async def _pair_by_hand(target: Site) -> Channel[WorkerToWorker]:
     assert isinstance(answer, AnswerPairing)
     assert answer.failure is None
     return channel
-
-

@@ -1,53 +1,36 @@
 """Class E, bytes: any two block sizes (E5), no push before its KV is written (E6), nothing guessed (E7)."""
 
-import asyncio
-import os
 import random
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
-from tests.e2e.cluster import START_TIMEOUT_S, Front, announced, completion, router, worker
-from tests.faults.outputs import GREEDY, KV, blocks_of, check_answers, check_only_between_rounds, counted, prompt_kv
+from tests.faults.outputs import GREEDY, blocks_of, check_answers, counted, prompt_kv
 from tests.faults.words import FROM_PEER
-from tests.unit.scheduler.rigs import Solo, handoff, of, to_peer
-from tests.unit.transport.relays import Relay
+from tests.unit.scheduler.rigs import Solo, of, to_peer
 from tests.unit.worker.rigs import DEADLINE_S, Site, meet, sequence_id, site, until
 from tests.unit.worker.rigs import layout as small_layout
 
 from disagg.channel.channel import dial
-from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import FailureKind, InvalidRequest
-from disagg.core.ids import BlockId, Incarnation, RequestId, SequenceId, WorkerId
-from disagg.core.request import SamplingParams, SequenceSpec
+from disagg.core.errors import FailureKind
+from disagg.core.ids import Incarnation, RequestId, WorkerId
+from disagg.core.request import SamplingParams
 from disagg.core.roles import HandoffMode, Role, Task
-from disagg.core.spans import KvLayout, KvOrder, Span
+from disagg.core.spans import Span
 from disagg.dispatch.stream import GenerateRequest
 from disagg.policy.batching import StepBudget
 from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.messages import (
-    AbortSequence,
     AnswerPairing,
     RequestPairing,
     RequestReservation,
-    StartSequence,
     WorkerCard,
-    WorkerToWorker,
 )
-from disagg.scheduler import events
 from disagg.scheduler.actions import Action, PushSpan
 from disagg.scheduler.engine import OnLayers, StepPlan, StepResult
-from disagg.scheduler.scheduler import Scheduler
 from disagg.telemetry import metrics as table
-from disagg.testing.engine import FakeEngine, expected_tokens, kv_bytes
-from disagg.testing.processes import wait_until
+from disagg.testing.engine import FakeEngine, expected_tokens
 from disagg.testing.virtual import MODEL, VirtualCluster
-from disagg.testing.virtual_time import Timing
 from disagg.testing.virtual_worker import VirtualWorker
 
 # --- E5, E7 ------------------------------------------------------------------------------------------------------
@@ -246,5 +229,3 @@ async def test_e6_bytes_are_read_after_the_engine_has_written_them_on_tcp() -> N
             await prefill.settled()
     finally:
         await prefill.close()
-
-

@@ -20,49 +20,29 @@ E5 to E7: test_class_e_bytes.py. On real processes: test_class_e_real_answers.py
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-import httpx
 import msgspec
 import pytest
-from tests.e2e.cluster import START_TIMEOUT_S, Front, announced, completion, router, worker
-from tests.faults.outputs import GREEDY, KV, blocks_of, check_answers, check_only_between_rounds, counted, prompt_kv
-from tests.faults.words import FROM_PEER
-from tests.unit.scheduler.rigs import Solo, handoff, of, to_peer
+from tests.faults.outputs import GREEDY, KV, blocks_of, check_answers, check_only_between_rounds, counted
 from tests.unit.transport.relays import Relay
-from tests.unit.worker.rigs import DEADLINE_S, Site, meet, sequence_id, site, until
-from tests.unit.worker.rigs import layout as small_layout
+from tests.unit.worker.rigs import Site, meet, sequence_id, site, until
 
-from disagg.channel.channel import dial
 from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import FailureKind, InvalidRequest
-from disagg.core.ids import BlockId, Incarnation, RequestId, SequenceId, WorkerId
+from disagg.core.errors import InvalidRequest
 from disagg.core.request import SamplingParams, SequenceSpec
 from disagg.core.roles import HandoffMode, Role, Task
-from disagg.core.spans import KvLayout, KvOrder, Span
+from disagg.core.spans import KvLayout, KvOrder
 from disagg.dispatch.stream import GenerateRequest
-from disagg.policy.batching import StepBudget
-from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.messages import (
     AbortSequence,
-    AnswerPairing,
-    RequestPairing,
-    RequestReservation,
     StartSequence,
-    WorkerCard,
-    WorkerToWorker,
 )
 from disagg.scheduler import events
-from disagg.scheduler.actions import Action, PushSpan
-from disagg.scheduler.engine import OnLayers, StepPlan, StepResult
 from disagg.scheduler.scheduler import Scheduler
 from disagg.telemetry import metrics as table
-from disagg.testing.engine import FakeEngine, expected_tokens, kv_bytes
-from disagg.testing.processes import wait_until
+from disagg.testing.engine import expected_tokens
 from disagg.testing.virtual import MODEL, VirtualCluster
 from disagg.testing.virtual_time import Timing
 from disagg.testing.virtual_worker import VirtualWorker
@@ -96,8 +76,6 @@ def test_e1_blocks_of_an_aborted_hand_off_are_reused_only_when_no_late_write_can
         num_reused += counted(decode, table.HANDOFFS, "receive_cancelled")
     assert num_reused > 40, "too few reservations were given up"
     assert num_late > 12, "too few writes came late: the fence was not needed"
-
-
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1 << 20, 3 << 20])
@@ -268,5 +246,3 @@ def test_e8_an_answer_that_one_revision_has_begun_is_not_continued_by_another(se
     cluster.time.run(until=lambda: cluster.are_all_over)
     others = [each for each in cluster.workers.values() if each.card.pool.model_digest != begun_by]
     assert [counted(each, table.OUTPUT_TOKENS) for each in others] == [0, 0]
-
-

@@ -1,42 +1,21 @@
 """One word of every kind that a worker can hear: from a peer, from its router, from its own engine and transport."""
 
-import asyncio
-import random
-from collections.abc import Callable, Iterator
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
-import pytest
-from tests.unit.dispatch.rigs import Desk, events_of
 from tests.unit.scheduler.rigs import (
     PEER,
     PEER_INCARNATION,
-    Duo,
-    Solo,
     card,
-    duo,
     handoff,
-    of,
     sequence_id,
-    to_peer,
 )
-from tests.unit.transport.relays import Relay
-from tests.unit.transport.rigs import EventLog
-from tests.unit.worker.rigs import DEADLINE_S, Site, gone, layout, meet, site, until
 
-from disagg.channel.channel import Channel, dial
-from disagg.channel.listening import listen
-from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import Failure, FailureKind
-from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, RequestId, SequenceId, StepId, WorkerId
-from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
-from disagg.core.roles import Numerics, Role, Task
-from disagg.core.spans import KvLayout, Span
-from disagg.dispatch.events import ClientGone
-from disagg.kvcache.segments import block_segments, span_segments
-from disagg.policy.batching import StepBudget
-from disagg.protocol.handoff import GrantKey, decode_grant_key
-from disagg.protocol.lifecycle import SequenceState
+from disagg.core.ids import Fence, Incarnation, StepId
+from disagg.core.request import EmittedToken
+from disagg.core.roles import Role
+from disagg.core.spans import Span
 from disagg.protocol.messages import (
     AbortSequence,
     AnnouncePeers,
@@ -48,37 +27,21 @@ from disagg.protocol.messages import (
     AnswerReservation,
     Beat,
     CancelHandoff,
-    DrainWorker,
-    EmitTokens,
     FinishPrefill,
     HostLimits,
-    PoolCard,
-    PromptReport,
     RenewLeases,
-    ReportFailure,
     RequestExamination,
     RequestPairing,
     RequestReservation,
-    RouterToWorker,
-    SequenceReport,
-    StartSequence,
     TakeHandoff,
-    WorkerCard,
     WorkerToWorker,
 )
 from disagg.scheduler import events
-from disagg.scheduler.actions import Action, PushSpan, RevokeGrant, SendToPeer, StopPushes
 from disagg.scheduler.engine import StepResult
-from disagg.telemetry import metrics as table
-from disagg.testing.engine import expected_tokens, kv_bytes
-from disagg.testing.memory import BytesMemory
-from disagg.transport.api import TransportEvent, WriteLanded
-from disagg.transport.tcp_receiver import TcpReceiver
 
 FROM_PEER: msgspec.msgpack.Decoder[WorkerToWorker] = msgspec.msgpack.Decoder(WorkerToWorker)
 CANCELLED = Failure(FailureKind.CANCELLED, "scripted")
 PROMPT = tuple(range(10))
-
 
 
 NOBODY = 4321
@@ -131,5 +94,3 @@ def local_events(number: int) -> dict[type, events.Event]:
         events.WritesStopped: events.WritesStopped(which),
         events.PeerLost: events.PeerLost(PEER, Incarnation(78), "an earlier incarnation"),
     }
-
-
