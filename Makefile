@@ -16,10 +16,11 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 TEST_ENV := OMP_NUM_THREADS=2 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest
 FAST := "not slow and not gpu and not conformance"
-# What pytest ends with when ARGS leave none of some folders' tests.
-NONE_CHOSEN := 5
-PARITY := tests/parity tests/faults/test_streams_survive.py tests/faults/test_class_a_hangs.py \
-	tests/faults/test_class_e_wrong_output.py
+# Files, or several that name one xdist_group, stay together. In this order: what takes long does not come last.
+ON_BOTH_CORES := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+FOLDERS := tests/conformance tests/e2e tests/faults tests/parity tests/property tests/unit
+# Whose slow tests take minutes; those of others take hours.
+PARITY := tests/parity tests/e2e tests/faults/test_streams_survive.py $(wildcard tests/faults/test_class_*.py)
 
 .PHONY: help
 help: ## list the targets
@@ -49,8 +50,7 @@ check: $(STAMP) ## lint, format, types, direction of imports
 
 .PHONY: test
 test: check ## everything except the long parity runs
-	$(PYTEST) -m $(FAST) tests/conformance tests/e2e tests/faults $(ARGS) || test $$? = $(NONE_CHOSEN)
-	$(PYTEST) -m $(FAST) --numprocesses 2 --dist loadfile tests/parity tests/property tests/unit $(ARGS) || test $$? = $(NONE_CHOSEN)
+	$(PYTEST) -m $(FAST) $(ON_BOTH_CORES) $(FOLDERS) $(ARGS)
 
 # Clients pin each other's dependencies, so they live apart from ours.
 CLIENTS := .venv-conformance
@@ -69,7 +69,7 @@ conformance: $(STAMP) $(CLIENTS_STAMP) ## real clients and suites against mixed 
 	$(PYTEST) tests/conformance $(ARGS)
 
 .PHONY: parity
-parity: $(STAMP) ## the real model, token by token, against references; kills at every moment (minutes)
+parity: $(STAMP) ## the real model, token by token, against references; kills at every moment; every start order (minutes)
 	$(PYTEST) -m "slow and not gpu" --timeout 1800 $(PARITY) $(ARGS)
 
 .PHONY: endurance

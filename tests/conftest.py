@@ -9,15 +9,27 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.e2e.models import tiny_llama, tiny_qwen2
 
 from disagg.modelfiles.fetch import KNOWN_MODELS, models_folder
+
+__all__ = ["tiny_llama", "tiny_qwen2"]
 
 LEAK_TIMEOUT_S = 5.0
 # Threads that libraries keep for the whole life of the process.
 LIBRARY_THREADS = ("pydevd", "tqdm", "ThreadPoolExecutor-hypothesis")
 
-settings.register_profile("house", deadline=None, print_blob=True)
-settings.load_profile("house")
+settings.register_profile("dev", deadline=None, print_blob=True, max_examples=100)
+settings.register_profile("thorough", settings.get_profile("dev"), max_examples=1000)
+settings.load_profile("dev")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of one file share fixtures: they run in one process, with those of other files that name the same group."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}.{item.path.stem}"))
 
 
 def _children() -> set[int]:

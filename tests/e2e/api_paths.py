@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +13,13 @@ from tests.e2e.cluster import SMALL, Front
 from disagg.testing.processes import Serve
 
 MODEL = "tiny-llama"
-# "local": the decode worker reads the prompt itself, since it is shorter than --local-prefill-tokens.
+MARKS = ("<think>", "</think>", "<tool_call>")  # each one token of the model with a long context
+MAX_OPEN = 24  # requests at once, of that model
+# "local": the decode worker reads every prompt itself.
 PATHS: Mapping[str, tuple[str, ...]] = {
     "mixed": ("--mixed", "1"),
     "disaggregated": ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0"),
-    "local": ("--prefill", "1", "--decode", "1"),
+    "local": ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "100000"),
 }
 
 Json = dict[str, Any]
@@ -80,11 +83,11 @@ def completion(prompt: object, **more: Any) -> Json:
 @contextmanager
 def all_paths(model: Path, *more: str) -> Iterator[Paths]:
     """Every deployment, ready, with `more` said to each of them; gone afterwards."""
+    serves = {name: Serve((str(model), *pools, *SMALL, *more)) for name, pools in PATHS.items()}
     with ExitStack() as stack:
-        fronts, serves = {}, {}
-        for name, pools in PATHS.items():
-            serves[name] = stack.enter_context(Serve((str(model), *pools, *SMALL, *more)))
-            fronts[name] = stack.enter_context(Front(serves[name].url))
+        with ThreadPoolExecutor(len(serves)) as threads:  # half of a start is waiting
+            list(threads.map(stack.enter_context, serves.values()))
+        fronts = {name: stack.enter_context(Front(serve.url)) for name, serve in serves.items()}
         yield Paths(fronts, serves)
 
 

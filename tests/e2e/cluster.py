@@ -1,7 +1,10 @@
 """What tests of real processes share: a router's front as a client sees it, its counters, and processes one by one."""
 
+import contextlib
+import os
+import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -167,3 +170,26 @@ def announced(process: MarkedProcess) -> Announcement:
 
 def is_ready(front: Front) -> bool:
     return front.health().status_code == httpx.codes.OK
+
+
+def stop(*pids: int) -> None:
+    """They do nothing more, and keep all they have."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+
+
+def go_on(*pids: int) -> None:
+    """Those that still live."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def standing_still(*pids: int) -> Iterator[None]:
+    """While something else happens that must not come too late: an answer does not end before it."""
+    stop(*pids)
+    try:
+        yield
+    finally:
+        go_on(*pids)

@@ -46,9 +46,10 @@ class Script(NamedTuple):
 def draw(chance: random.Random) -> Script:
     start = chance.randrange(200)
     prompt = [3 + (start + index) % 300 for index in range(chance.choice([1, 15, 16, 17, 40, 130, 300]))]
-    return Script(
-        chance.choice(list(Kind)), prompt, chance.randint(1, 40), chance.uniform(0.0, 0.15), chance.randint(1, 10)
-    )
+    kind = chance.choice(list(Kind))
+    # Answers that are to be left are long: they do not end first.
+    max_tokens = chance.randint(1, 40) + (0 if kind in (Kind.WHOLE, Kind.STREAM) else 120)
+    return Script(kind, prompt, max_tokens, chance.uniform(0.0, 0.15), chance.randint(1, 10))
 
 
 async def live(client: httpx.AsyncClient, script: Script) -> tuple[str, ...] | None:

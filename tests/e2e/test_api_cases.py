@@ -5,26 +5,24 @@ test_calls_and_thoughts.py and test_structured.py.
 """
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from tests.e2e.api_paths import MODEL, Json, Paths, Reply, all_paths, completion
+from tests.e2e.api_paths import MODEL, Json, Paths, Reply, completion
 from tests.parity.tiny_models import TINY_CONTEXT, TINY_VOCAB
 
 from disagg.modelfiles.tokenizer import ModelTokenizer, load_tokenizer
 from disagg.telemetry import metrics as table
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("plain paths")]
 PROMPT = "the quick brown fox jumps over"
 NUMBERS = itertools.count(3)
 
 
-@pytest.fixture(scope="module")
-def paths(tiny_llama: Path) -> Iterator[Paths]:
-    with all_paths(tiny_llama) as made:
-        yield made
+@pytest.fixture
+def paths(plain_paths: Paths) -> Paths:
+    return plain_paths
 
 
 @pytest.fixture(scope="module")

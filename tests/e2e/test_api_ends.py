@@ -1,7 +1,7 @@
 """Ends that are no whole answers, along every path: cut off, turned away, left by their clients.
 
 Case 40, a prompt that only the decode worker could hold, needs unlike workers: e4 in
-tests/faults/test_class_e_wrong_output.py.
+tests/faults/test_class_e_real_answers.py.
 Case 41, a prefill worker that fails: a2 and a3 in tests/faults/test_class_a_hangs.py.
 """
 
@@ -9,20 +9,16 @@ import asyncio
 import json
 import random
 import signal
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
 import pytest
-from tests.e2e.api_paths import MODEL, PATHS, Json, Paths, all_paths, completion
-from tests.e2e.cluster import FAST_BEATS
+from tests.e2e.api_paths import MAX_OPEN, PATHS, Json, Paths, all_paths, completion
+from tests.e2e.cluster import FAST_BEATS, standing_still
 from tests.e2e.test_aborts import SEED, draw, live_all
 
-from disagg.testing.model_files import write_tiny_llama
-
-pytestmark = pytest.mark.timeout(300)
-MAX_OPEN = 24
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("long paths")]
 NUM_LEAVING = 12
 LEAVE_EVERY_S = 0.004
 NUM_AT_ONCE_AND_GONE = 90
@@ -30,16 +26,9 @@ PROMPT = "the quick brown fox jumps over"
 LONG = [3 + place % 290 for place in range(400)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its context is long enough for answers that are still being written when the next request comes."""
-    return write_tiny_llama(tmp_path_factory.mktemp("served") / MODEL, max_context=4096)
-
-
-@pytest.fixture(scope="module")
-def paths(model: Path) -> Iterator[Paths]:
-    with all_paths(model, "--max-open-requests", str(MAX_OPEN), *FAST_BEATS) as made:
-        yield made
+@pytest.fixture
+def paths(long_paths: Paths) -> Paths:
+    return long_paths
 
 
 def wait_idle(paths: Paths) -> None:
@@ -51,7 +40,7 @@ def test_case_33_one_too_many_is_turned_away_with_a_body_and_a_time(paths: Paths
     reading = []  # or the connections would be closed with their iterators
     with ExitStack() as stack:
         for front in paths.fronts.values():
-            asked = completion(PROMPT, max_tokens=2000, stream=True)
+            asked = completion(PROMPT, max_tokens=2500, stream=True)
             for _ in range(MAX_OPEN):
                 got = stack.enter_context(front.client.stream("POST", "/v1/completions", json=asked))
                 reading.append(got.iter_lines())
@@ -92,18 +81,21 @@ def test_case_45_many_at_once_of_whom_many_go_leave_nothing_and_spoil_no_answer(
     assert NUM_AT_ONCE_AND_GONE // 5 < whole < NUM_AT_ONCE_AND_GONE
 
 
-def test_case_32_a_failure_after_the_first_byte_is_an_event_and_no_done(model: Path) -> None:
+def test_case_32_a_failure_after_the_first_byte_is_an_event_and_no_done(long_model: Path) -> None:
     """The router is told to end in the middle, and all that belongs to it ends: a client can tell that from success."""
     errors: dict[str, Json] = {}
-    with all_paths(model, *FAST_BEATS) as ending:
+    with all_paths(long_model, *FAST_BEATS) as ending:
         for name, front in ending.fronts.items():
             lines: list[str] = []
             asked = completion(PROMPT, max_tokens=3500, stream=True)
-            with front.client.stream("POST", "/v1/completions", json=asked) as got:
+            serve = ending.serves[name]
+            writer = serve.pid_of("mixed-0" if name == "mixed" else "decode-0")
+            with ExitStack() as still, front.client.stream("POST", "/v1/completions", json=asked) as got:
                 for line in got.iter_lines():
                     lines += [line] if line else []
                     if len(lines) == 5 and line:
-                        ending.serves[name].kill("router", signal.SIGTERM)
+                        still.enter_context(standing_still(writer))
+                        serve.kill("router", signal.SIGTERM)
             assert "data: [DONE]" not in lines
             assert all("error" not in json.loads(line.removeprefix("data: ")) for line in lines[:-1])
             errors[name] = json.loads(lines[-1].removeprefix("data: "))["error"]

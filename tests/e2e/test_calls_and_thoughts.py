@@ -1,35 +1,23 @@
 """What a model thinks and what it chooses to call, along every path; its marks are tokens, pushed to come up."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
-from tests.e2e.api_paths import MODEL, Json, Paths, Reply, all_paths
-from tests.e2e.cluster import FAST_BEATS
+from tests.e2e.api_paths import MARKS, MODEL, Json, Paths, Reply
 from tests.e2e.test_structured import DOCUMENT, SCHEMA, TOOLS
 
-from disagg.testing.model_files import write_tiny_llama
-
-pytestmark = pytest.mark.timeout(300)
-OPEN, CLOSE, CALL = WORDS = ("<think>", "</think>", "<tool_call>")
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("long paths")]
+OPEN, CLOSE, CALL = MARKS
 STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
 SURE = 100.0  # as far as a bias goes
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tools make long prompts of a tokenizer this small."""
-    return write_tiny_llama(tmp_path_factory.mktemp("served") / MODEL, max_context=4096, words=WORDS)
-
-
-@pytest.fixture(scope="module")
-def paths(model: Path) -> Iterator[Paths]:
-    with all_paths(model, "--reasoning-parser", "think", *FAST_BEATS) as made:
-        yield made
+@pytest.fixture
+def paths(long_paths: Paths) -> Paths:
+    return long_paths
 
 
 def pushed(paths: Paths, *words: str) -> Json:
@@ -112,7 +100,7 @@ def test_a_strict_tool_is_called_by_its_schema_or_not_at_all(paths: Paths) -> No
 
 def test_a_strict_call_after_a_thought_that_speaks_of_one(paths: Paths) -> None:
     asked = {"tools": STRICT, "parallel_tool_calls": False, "max_tokens": 250, "n": 4}
-    reply = chat(paths, **asked, **pushed(paths, *WORDS))
+    reply = chat(paths, **asked, **pushed(paths, *MARKS))
     thoughts = [choice["message"]["reasoning_content"] or "" for choice in reply.choices]
     assert any(CALL in thought for thought in thoughts), thoughts
     called = [choice["message"] for choice in reply.choices if choice["finish_reason"] == "tool_calls"]

@@ -1,23 +1,19 @@
 """Requests for several answers, along every path: one prompt is read, one hand-off is made, each answer is its own."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from tests.e2e.api_paths import Paths, all_paths, completion
+from tests.e2e.api_paths import Paths, completion
 
 from disagg.policy.routing import PlacementReason
 from disagg.telemetry import metrics as table
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("plain paths")]
 BLOCK_SIZE = 16
 NUM_PROMPT = 100  # 6 blocks and 4 tokens
 
 
-@pytest.fixture(scope="module")
-def paths(tiny_llama: Path) -> Iterator[Paths]:
-    with all_paths(tiny_llama) as made:
-        yield made
+@pytest.fixture
+def paths(plain_paths: Paths) -> Paths:
+    return plain_paths
 
 
 def prompt_of(salt: int) -> list[int]:

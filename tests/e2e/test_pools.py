@@ -18,6 +18,7 @@ from tests.e2e.cluster import (
     free_ports,
     is_ready,
     router,
+    standing_still,
     worker,
 )
 from tests.e2e.models import write_served_model
@@ -142,22 +143,23 @@ def test_workers_find_a_router_that_comes_back(tiny_llama: Path) -> None:
                 answers += front.complete(model, prompt, 8)
                 pids.append(pids_of(workers))
                 if ending is not None:
-                    end_mid_stream(front, running, completion(model, prompt, 500, stream=True), ending)
+                    end_mid_stream(front, running, workers[1].pid, completion(model, prompt, 500, stream=True), ending)
                     with pytest.raises(httpx.ConnectError):
                         front.health()
         assert answers[1:] == answers[:1] * 2
         assert pids[1:] == pids[:1] * 2
 
 
-def end_mid_stream(front: Front, running: MarkedProcess, body: dict[str, Any], number: int) -> None:
+def end_mid_stream(front: Front, running: MarkedProcess, writer: int, body: dict[str, Any], number: int) -> None:
     """The client of a router that stops is told why; of a killed one it sees the end of the connection."""
     with front.client.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
-        running.send_signal(number)
-        if number == signal.SIGKILL:
-            with pytest.raises(httpx.TransportError):
-                list(lines)
-        else:
-            assert any("the router is stopping" in line for line in lines)
+        with standing_still(writer):
+            running.send_signal(number)
+            if number == signal.SIGKILL:
+                with pytest.raises(httpx.TransportError):
+                    list(lines)
+            else:
+                assert any("the router is stopping" in line for line in lines)
     running.wait(20.0)

@@ -3,11 +3,12 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import openai
 import pytest
-from tests.e2e.cluster import FAST_BEATS, SMALL, Front, completion
+from tests.e2e.cluster import FAST_BEATS, SMALL, Front, completion, standing_still
 
 from disagg.core.errors import InternalFault
 from disagg.telemetry import metrics as table
@@ -128,12 +129,16 @@ def test_a_cached_prompt_is_told_even_with_one_token(front: Front) -> None:
         assert usage["prompt_tokens_details"]["cached_tokens"] == (0 if is_first else 96)
 
 
-def test_a_client_that_goes_ends_its_request_everywhere(front: Front) -> None:
+def test_a_client_that_goes_ends_its_request_everywhere(serve: Serve, front: Front) -> None:
     """Within a step or so: nothing runs, nothing is held, and the counter of tokens stands still."""
     before = front.wait_counted()
+    writer = serve.pid_of("decode-0")
     body = completion(MODEL, list(range(3, 40)), 600, stream=True)
-    with front.client.stream("POST", "/v1/completions", json=body) as response:
-        assert sum(1 for _, _ in zip(range(5), response.iter_lines(), strict=False)) == 5
+    with ExitStack() as still:
+        with front.client.stream("POST", "/v1/completions", json=body) as response:
+            assert sum(1 for _, _ in zip(range(5), response.iter_lines(), strict=False)) == 5
+            still.enter_context(standing_still(writer))
+        wait_until(lambda: not front.cluster().router.num_open_requests, 5.0, "the router to let go of it")
     seen = front.settled({"decode": 1, "prefill": 1}, before, timeout_s=5.0)
     front.wait_idle(2, timeout_s=3.0)
     assert seen.total(table.SEQUENCES, role="decode", outcome="cancelled") == 1
@@ -160,17 +165,19 @@ def test_the_watch_can_fail(serve: Serve) -> None:
 def test_ctrl_c_leaves_nothing(tiny_llama: Path, to_group: bool) -> None:
     with Serve((str(tiny_llama), *PAIR, *SMALL)) as serve, Front(serve.url) as front:
         body = completion(MODEL, list(range(3, 40)), 600, stream=True)
+        writer = serve.pid_of("decode-0")
         with front.client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")
-            serve.note_family()
-            if to_group:
-                os.killpg(serve.pid, signal.SIGINT)
-            else:
-                serve.send_signal(signal.SIGINT)
-            rest = [line for line in lines if line]
-        # The stream is not cut silently: it ends with an error that says why, or was whole by then.
-        assert "stopping" in rest[-1] or rest[-1] == "data: [DONE]", rest[-1]
+            with standing_still(writer):
+                serve.note_family()
+                if to_group:
+                    os.killpg(serve.pid, signal.SIGINT)
+                else:
+                    serve.send_signal(signal.SIGINT)
+                rest = [line for line in lines if line]
+        # The stream is not cut silently: it ends with an error that says why.
+        assert "stopping" in rest[-1], rest[-1]
         assert serve.wait(STOP_TIMEOUT_S) == 0
         serve.check_nothing_left()
         assert "Traceback" not in serve.output

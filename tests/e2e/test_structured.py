@@ -1,8 +1,7 @@
 """Structured answers and calls of a real model, the same bodies mixed, local and disaggregated; the official client."""
 
 import json
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import httpx
@@ -10,18 +9,11 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from tests.e2e.cluster import FAST_BEATS, SMALL, Front
+from tests.e2e.api_paths import MODEL, Paths
+from tests.e2e.cluster import Front
 
 from disagg.telemetry import metrics as table
-from disagg.testing.model_files import write_tiny_llama
-from disagg.testing.processes import Serve
 
-MODEL = "tiny-llama"
-PATHS = {
-    "mixed": ("--mixed", "1"),
-    "local": ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "100000"),
-    "remote": ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0"),
-}
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -59,20 +51,12 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "auto": {"tools": TOOLS, "max_tokens": 30},
     "cut short": {"response_format": DOCUMENT, "max_tokens": 5},
 }
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("long paths")]
 
 
-@pytest.fixture(scope="module")
-def fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Front]]:
-    """Tools make long prompts of a tokenizer this small."""
-    model = write_tiny_llama(tmp_path_factory.mktemp("served") / MODEL, max_context=4096)
-    with ExitStack() as stack:
-        yield {
-            name: stack.enter_context(
-                Front(stack.enter_context(Serve((str(model), *arguments, *SMALL, *FAST_BEATS))).url)
-            )
-            for name, arguments in PATHS.items()
-        }
+@pytest.fixture
+def fronts(long_paths: Paths) -> Mapping[str, Front]:
+    return long_paths.fronts
 
 
 def question(name: str, **more: Any) -> dict[str, Any]:
@@ -109,10 +93,10 @@ def streamed(front: Front, body: dict[str, Any]) -> dict[int, list[Any]]:
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_bodies_are_equal_whichever_way_it_went(fronts: dict[str, Front], name: str) -> None:
+def test_bodies_are_equal_whichever_way_it_went(fronts: Mapping[str, Front], name: str) -> None:
     bodies = {path: without_ids(whole(front, question(name))) for path, front in fronts.items()}
     assert bodies["local"] == bodies["mixed"]
-    assert bodies["remote"] == bodies["mixed"]
+    assert bodies["disaggregated"] == bodies["mixed"]
     for choice in bodies["mixed"]["choices"]:
         message = choice["message"]
         if name == "cut short":
@@ -130,13 +114,13 @@ def test_bodies_are_equal_whichever_way_it_went(fronts: dict[str, Front], name: 
             assert len(message["tool_calls"]) == 1 or name == "several"
 
 
-def test_the_remote_way_was_gone(fronts: dict[str, Front]) -> None:
+def test_the_remote_way_was_gone(fronts: Mapping[str, Front]) -> None:
     """Or the bodies above prove nothing."""
-    assert fronts["remote"].readings().total(table.HANDOFFS, outcome="received") > 0
+    assert fronts["disaggregated"].readings().total(table.HANDOFFS, outcome="received") > 0
 
 
 @pytest.mark.parametrize("name", ["document", "required", "auto"])
-def test_streams_add_up_to_the_whole(fronts: dict[str, Front], name: str) -> None:
+def test_streams_add_up_to_the_whole(fronts: Mapping[str, Front], name: str) -> None:
     for front in fronts.values():
         (choice,) = whole(front, question(name))["choices"]
         (chunks,) = streamed(front, question(name)).values()
@@ -150,14 +134,14 @@ def test_streams_add_up_to_the_whole(fronts: dict[str, Front], name: str) -> Non
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_every_seed_gives_a_valid_document(fronts: dict[str, Front], seed: int) -> None:
-    (choice,) = whole(fronts["remote"], question("document", seed=seed, temperature=1))["choices"]
+def test_every_seed_gives_a_valid_document(fronts: Mapping[str, Front], seed: int) -> None:
+    (choice,) = whole(fronts["disaggregated"], question("document", seed=seed, temperature=1))["choices"]
     jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
 
 
-def test_what_no_worker_could_follow_is_refused(fronts: dict[str, Front]) -> None:
+def test_what_no_worker_could_follow_is_refused(fronts: Mapping[str, Front]) -> None:
     bad = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "not-a-type"}}}
-    response = fronts["remote"].post(question("document", response_format=bad), "/v1/chat/completions")
+    response = fronts["disaggregated"].post(question("document", response_format=bad), "/v1/chat/completions")
     assert response.status_code == httpx.codes.BAD_REQUEST
     assert response.json()["error"]["param"] == "response_format.json_schema.schema"
     assert "not-a-type" in response.json()["error"]["message"]
@@ -173,9 +157,9 @@ class Move(pydantic.BaseModel):
     direction: Literal["left", "right"]
 
 
-def test_the_official_client_parses(fronts: dict[str, Front]) -> None:
+def test_the_official_client_parses(fronts: Mapping[str, Front]) -> None:
     http = openai.DefaultHttpxClient(trust_env=False)
-    url = f"{fronts['remote'].url}/v1"
+    url = f"{fronts['disaggregated'].url}/v1"
     with openai.OpenAI(base_url=url, api_key="-", max_retries=0, http_client=http) as client:
         messages: list[Any] = [{"role": "user", "content": "hi"}]
         parsed = client.chat.completions.parse(

@@ -29,14 +29,19 @@ class Terminal:
         self._lifeline = ParentEnd()
         self._outside, inside = pty.openpty()
         environment = {**os.environ, **self._lifeline.environment(), "TERM": "xterm", "COLUMNS": "160", "LINES": "40"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "disagg", *arguments],
-            stdin=inside,
-            stdout=inside,
-            stderr=inside,
-            env=environment,
-            pass_fds=(self._lifeline.fd,),
-        )
+        # What was started in the background of a shell ignores Ctrl-C, and so would what it starts.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "disagg", *arguments],
+                stdin=inside,
+                stdout=inside,
+                stderr=inside,
+                env=environment,
+                pass_fds=(self._lifeline.fd,),
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
         os.close(inside)
         self._reader = threading.Thread(target=self._read)
         self._reader.start()

@@ -21,7 +21,7 @@ import random
 import msgspec
 import pytest
 import torch
-from tests.faults.test_class_e_wrong_output import check_only_between_rounds, counted, prompt_kv
+from tests.faults.outputs import check_only_between_rounds, counted, prompt_kv
 from tests.faults.unlike import HEAD_DIM, NUM_HEADS, NUM_LAYERS, UnlikeSite, unlike, unlike_site
 from tests.unit.protocol.test_pairing import card
 from tests.unit.transport.relays import Relay

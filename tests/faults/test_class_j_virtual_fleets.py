@@ -9,7 +9,7 @@
 import random
 
 import pytest
-from tests.faults.test_class_e_wrong_output import check_answers, counted
+from tests.faults.outputs import check_answers, counted
 
 from disagg.core.request import SamplingParams
 from disagg.core.roles import Role

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.e2e.cluster import Front, completion
+from tests.e2e.cluster import Front, completion, standing_still
 
 from disagg.modelfiles.fetch import KNOWN_MODELS, models_folder
 from disagg.telemetry import metrics as table
@@ -142,11 +142,18 @@ def test_a_burst_on_a_full_block_pool(tiny: Path) -> None:
         expected = [answer(front, body) for body in bodies]
         assert front.readings().total(table.PREEMPTIONS) == 0
         with ThreadPoolExecutor(len(bodies)) as threads:
-            assert list(threads.map(lambda body: answer(front, body), bodies)) == expected
+            with standing_still(serve.pid_of("decode-0")):  # until all of them are here
+                answers = [threads.submit(answer, front, body) for body in bodies]
+                wait_until(lambda: num_open(front) == len(bodies), TIMEOUT_S, "the whole burst to be let in")
+            assert [each.result(TIMEOUT_S) for each in answers] == expected
         front.wait_idle(2)
         assert front.readings().total(table.PREEMPTIONS) > 0
         assert front.readings().total(table.RESERVATIONS_REFUSED) > 0
         assert "Traceback" not in serve.output
+
+
+def num_open(front: Front) -> int:
+    return front.cluster().router.num_open_requests
 
 
 def answer(front: Front, body: dict[str, Any]) -> Any:

@@ -3,20 +3,19 @@
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
 from tests.e2e.cluster import Front
-from tests.faults.test_streams_survive import ARGUMENTS, BEATS, DEATHS, MODEL, NUM_WORKERS, SIZES, TIMEOUT_S, writer
+from tests.faults.strikes import WRITING, Act, strike_until_moved
+from tests.faults.survival import MODEL, TIMEOUT_S, TRIGGER
 
-from disagg.telemetry import metrics as table
-from disagg.testing.model_files import write_tiny_llama
 from disagg.testing.processes import Serve
 
-LENGTH = 8  # items: hundreds of tokens, long enough to be interrupted in the middle
+LENGTH = 16  # items: hundreds of tokens, most of them still to come when a worker is struck
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -37,7 +36,6 @@ SCHEMA: dict[str, Any] = {
 }
 TOOL = {"type": "function", "function": {"name": "store", "parameters": SCHEMA}}
 STRICT = {"type": "function", "function": {"name": "store", "parameters": SCHEMA, "strict": True}}
-TRIGGER = "<tool_call>"  # one token of this model: pushed, or a model without training would never write it
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "seeded": {"temperature": 1.0, "seed": 5},
@@ -45,30 +43,26 @@ MODES: dict[str, dict[str, Any]] = {
     "a call": {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "seed": 8},
     "a chosen call": {"tools": [STRICT], "parallel_tool_calls": False, "seed": 8},
 }
-pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
-    model = write_tiny_llama(tmp_path_factory.mktemp("served") / MODEL, max_context=4096, words=(TRIGGER,))
-    with Serve((str(model), *ARGUMENTS, *BEATS, *DEATHS, *SIZES)) as running:
-        yield running
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("mortals")]
 
 
 @pytest.fixture
-def front(serve: Serve) -> Iterator[Front]:
-    serve.wait_healthy()
-    with Front(serve.url, timeout_s=TIMEOUT_S) as front:
-        front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
-        yield front
+def serve(mortals: Serve) -> Serve:
+    return mortals
+
+
+@pytest.fixture
+def front(mortals_front: Front) -> Front:
+    return mortals_front
 
 
 def question(front: Front, mode: str) -> dict[str, Any]:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "write it"}], "max_tokens": 1500, **MODES[mode]}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "write it"}], "max_tokens": 3000, **MODES[mode]}
     if "tools" not in body:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
     if mode == "a chosen call":
         (trigger,) = front.post({"prompt": TRIGGER}, "/tokenize").json()["tokens"]
+        # Pushed, or a model without training would never write it.
         body["logit_bias"] = {str(trigger): 100}
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
 
@@ -100,7 +94,7 @@ def read(front: Front, body: dict[str, Any], after: int = -1, act: Callable[[], 
 
 
 @pytest.mark.parametrize(
-    ("mode", "after"), [("greedy", 40), ("seeded", 8), ("two choices", 60), ("a call", 30), ("a chosen call", 30)]
+    ("mode", "after"), [("greedy", 8), ("seeded", 4), ("two choices", 6), ("a call", 2), ("a chosen call", 5)]
 )
 def test_a_decode_worker_killed_in_a_document(serve: Serve, front: Front, mode: str, after: int) -> None:
     body = question(front, mode)
@@ -111,13 +105,12 @@ def test_a_decode_worker_killed_in_a_document(serve: Serve, front: Front, mode: 
         jsonschema.validate(document, SCHEMA)
         assert len(document["items"]) == LENGTH
         assert reasons[index] == ("tool_calls" if "call" in mode else "stop")
-    moves = front.readings().total(table.MOVES)
 
-    def kill() -> None:
-        with Front(front.url) as other:
-            serve.kill(writer(other), signal.SIGKILL)
+    def ask(act: Act) -> Any:
+        started_s = time.monotonic()
+        answer = read(front, body, after, act)
+        assert time.monotonic() - started_s < TIMEOUT_S
+        return answer
 
-    started_s = time.monotonic()
-    assert read(front, body, after, kill) == expected
-    assert time.monotonic() - started_s < TIMEOUT_S
-    assert front.readings().total(table.MOVES) > moves
+    _, answers = strike_until_moved(serve, front, WRITING, signal.SIGKILL, ask)
+    assert all(answer == expected for answer in answers)

@@ -31,10 +31,12 @@ LENGTH = 24
 pytestmark = pytest.mark.timeout(900)
 
 
-@contextmanager
-def cluster(model: Path, transport: str) -> Iterator[tuple[Serve, Front]]:
+@pytest.fixture(scope="module")
+def cluster(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[tuple[Serve, Front]]:
+    """Of the transport that is its parameter; tests of one transport share it, and leave it whole."""
+    transport: str = request.param
     # Nothing is measured: on a busy machine the faster kind is not always the same.
-    arguments = (str(model), *ARGUMENTS, *LIVES, *SIZES, "--transport", transport, "--probe-s", "0")
+    arguments = (str(tiny_llama), *ARGUMENTS, *LIVES, *SIZES, "--transport", transport, "--probe-s", "0")
     with Serve(arguments) as serve, Front(serve.url, timeout_s=TIMEOUT_S) as front:
         yield serve, front
 
@@ -44,20 +46,19 @@ def ask_all(front: Front) -> list[list[Answer]]:
         return list(pool.map(lambda prompt: front.complete(MODEL, prompt, LENGTH), PROMPTS))
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_neighbours_take_shared_memory_unless_told_otherwise(tiny_llama: Path, transport: str) -> None:
-    with cluster(tiny_llama, transport) as (serve, front):
-        before = front.readings()
-        ask_all(front)
-        counted = front.settled({"prefill": len(PROMPTS)}, before)
-        assert counted.total(table.HANDOFF_BYTES) > 0
-        taken = [line for line in serve.lines if "goes over" in line]
-        environment = Path(f"/proc/{serve.pid_of('router')}/environ").read_bytes()
-        assert SHARING_SECRET.encode() not in environment  # whoever serves the outside world knows it not
-        kind = "shared_memory" if transport == "auto" else "tcp"
-        assert taken
-        assert all(line.endswith(f"goes over {kind}") for line in taken), taken
-        front.wait_idle(NUM_WORKERS)
+@pytest.mark.parametrize(("cluster", "kind"), [("auto", "shared_memory"), ("tcp", "tcp")], indirect=["cluster"])
+def test_neighbours_take_shared_memory_unless_told_otherwise(cluster: tuple[Serve, Front], kind: str) -> None:
+    serve, front = cluster
+    before = front.readings()
+    ask_all(front)
+    counted = front.settled({"prefill": len(PROMPTS)}, before)
+    assert counted.total(table.HANDOFF_BYTES) > 0
+    taken = [line for line in serve.lines if "goes over" in line]
+    environment = Path(f"/proc/{serve.pid_of('router')}/environ").read_bytes()
+    assert SHARING_SECRET.encode() not in environment  # whoever serves the outside world knows it not
+    assert taken
+    assert all(line.endswith(f"goes over {kind}") for line in taken), taken
+    front.wait_idle(NUM_WORKERS)
 
 
 @contextmanager
@@ -106,20 +107,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("transport", "how", "num_faults"), CASES)
+@pytest.mark.parametrize(("cluster", "how", "num_faults"), CASES, indirect=["cluster"])
 def test_faults_of_a_writer_spoil_no_answer_and_no_block(
-    tiny_llama: Path, transport: str, how: str, num_faults: int
+    cluster: tuple[Serve, Front], how: str, num_faults: int
 ) -> None:
-    rng = random.Random(f"{transport} {how}")
-    with cluster(tiny_llama, transport) as (serve, front):
-        expected = ask_all(front)
-        answers: list[list[list[Answer]]] = []
-        with asking(front, answers):
-            for number in range(num_faults):
-                name = rng.choice(["prefill-0", "prefill-0", "decode-0"]) if number else "prefill-0"
-                disturb(serve, front, name, how, rng)
-        assert answers
-        assert all(each == expected for each in answers)
-        serve.wait_healthy()
-        assert ask_all(front) == expected
-        front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
+    rng = random.Random(how)
+    serve, front = cluster
+    expected = ask_all(front)
+    answers: list[list[list[Answer]]] = []
+    with asking(front, answers):
+        for number in range(num_faults):
+            name = rng.choice(["prefill-0", "prefill-0", "decode-0"]) if number else "prefill-0"
+            disturb(serve, front, name, how, rng)
+    assert answers
+    assert all(each == expected for each in answers)
+    serve.wait_healthy()
+    assert ask_all(front) == expected
+    front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)

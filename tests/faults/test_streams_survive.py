@@ -1,39 +1,30 @@
 """Workers that die, hang or are told to end, as real processes, while somebody reads: the answer is whole and the same.
 
 Two prefill and two decode workers. An undisturbed answer is the reference; the same question is asked again while a
-process dies. Only ids, times and what was found cached may differ.
+worker is struck (tests/faults/strikes.py). Only ids, times and what was found cached may differ.
 """
 
+import itertools
 import json
-import os
 import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from tests.e2e.cluster import Front, completion
+from tests.e2e.cluster import Front, completion, standing_still
+from tests.faults.strikes import WRITING, Act, act_once_open, aim_at, reading, strike_until_moved
+from tests.faults.survival import MODEL, NUM_WORKERS, TIMEOUT_S
 
 from disagg.core.errors import InternalFault
-from disagg.telemetry import metrics as table
 from disagg.testing.processes import Serve, wait_until
 
-MODEL = "tiny-llama"
-NUM_WORKERS = 4
-# A few prompt tokens a step: a prompt of 600 takes long enough to be interrupted.
-ARGUMENTS = ("--prefill", "2", "--decode", "2", "--local-prefill-tokens", "0", "--chunk-tokens", "4")
-BEATS = ("--beat-interval-s", "1.5", "--drain-timeout-s", "20")
-# Deaths are the point here: nobody is given up for dying often.
-DEATHS = ("--max-crashes", "1000", "--max-restart-delay-s", "0.3")
-SIZES = ("--kv-memory", "8M", "--num-threads", "1")
-TIMEOUT_S = 60.0
 LONG_PROMPT = [3 + index % 300 for index in range(600)]
 SHORT_PROMPT = [7, 8, 9, 10, 11]
-LENGTH = 480  # tokens: long enough to be interrupted at 17
-pytestmark = pytest.mark.timeout(600)
+SALTS = itertools.count()  # another start for each long prompt, or the prefix index would know it
+LENGTH = 480  # tokens: most of them are still to come when a worker is struck
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("mortals")]
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -43,18 +34,14 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def serve(tiny_llama: Path) -> Iterator[Serve]:
-    with Serve((str(tiny_llama), *ARGUMENTS, *BEATS, *DEATHS, *SIZES)) as running:
-        yield running
+@pytest.fixture
+def serve(mortals: Serve) -> Serve:
+    return mortals
 
 
 @pytest.fixture
-def front(serve: Serve) -> Iterator[Front]:
-    serve.wait_healthy()
-    with Front(serve.url, timeout_s=TIMEOUT_S) as front:
-        front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
-        yield front
+def front(mortals_front: Front) -> Front:
+    return mortals_front
 
 
 def question(prompt: list[int], mode: str, *, stream: bool, max_tokens: int = LENGTH) -> dict[str, Any]:
@@ -101,43 +88,42 @@ def _by_choice(pieces: list[Any]) -> list[Any]:
     return sorted(pieces, key=lambda piece: piece["choices"][0]["index"] if piece["choices"] else 99)
 
 
-def writer(front: Front) -> str:
-    """The decode worker that is at work."""
-    found: list[str] = []
-
-    def is_known() -> bool:
-        workers = front.cluster().workers
-        found[:] = [w.worker_id for w in workers if w.role == "decode" and w.state.num_running]
-        return bool(found)
-
-    wait_until(is_known, TIMEOUT_S, "a decode worker at work")
-    return found[0]
-
-
-def kill_writer(serve: Serve, front: Front) -> None:
-    with Front(front.url) as other:
-        serve.kill(writer(other), signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("mode", "after"), [("greedy", 1), ("seeded", 17), ("two choices", 17), ("stop string", LENGTH - 2)]
-)
-def test_a_decode_worker_killed_mid_stream(serve: Serve, front: Front, mode: str, after: int) -> None:
-    body = question(SHORT_PROMPT, mode, stream=True)
+def kill_mid_stream(serve: Serve, front: Front, body: dict[str, Any], after: int) -> None:
+    """The decode worker at work dies when so many pieces are here; the answer is that of an undisturbed cluster."""
     expected = read(front, body)
-    moves = front.readings().total(table.MOVES)
-    assert read(front, body, after, lambda: kill_writer(serve, front)) == expected
-    # Near the end the last tokens may have left the worker before it died.
-    assert front.readings().total(table.MOVES) > moves or after > LENGTH - 10
+    _, answers = strike_until_moved(serve, front, WRITING, signal.SIGKILL, lambda act: read(front, body, after, act))
+    assert all(answer == expected for answer in answers)
+
+
+def kill_near_the_end(serve: Serve, front: Front, body: dict[str, Any], after: int) -> None:
+    """The last tokens may have left the worker before it dies."""
+    expected = read(front, body)
+    front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
+    aim = aim_at(serve, front, WRITING)
+    assert read(front, body, after, lambda: aim.strike(signal.SIGKILL)) == expected
+
+
+def kill_under_a_whole_answer(serve: Serve, front: Front, body: dict[str, Any]) -> None:
+    expected = read(front, body)
+
+    def ask(act: Act) -> list[Any]:
+        return act_once_open(front, lambda other: read(other, body), act)
+
+    _, answers = strike_until_moved(serve, front, WRITING, signal.SIGKILL, ask)
+    assert all(answer == expected for answer in answers)
+
+
+@pytest.mark.parametrize(("mode", "after"), [("greedy", 1), ("seeded", 8), ("two choices", 4)])
+def test_a_decode_worker_killed_mid_stream(serve: Serve, front: Front, mode: str, after: int) -> None:
+    kill_mid_stream(serve, front, question(SHORT_PROMPT, mode, stream=True), after)
+
+
+def test_a_decode_worker_killed_near_the_end_of_a_stream(serve: Serve, front: Front) -> None:
+    kill_near_the_end(serve, front, question(SHORT_PROMPT, "stop string", stream=True), LENGTH - 2)
 
 
 def test_a_decode_worker_killed_under_an_answer_that_is_not_streamed(serve: Serve, front: Front) -> None:
-    body = question(SHORT_PROMPT, "seeded", stream=False, max_tokens=500)
-    expected = read(front, body)
-    with ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(read, front, body)
-        kill_writer(serve, front)
-        assert answer.result(TIMEOUT_S) == expected
+    kill_under_a_whole_answer(serve, front, question(SHORT_PROMPT, "seeded", stream=False))
 
 
 @pytest.mark.slow
@@ -150,128 +136,80 @@ def test_a_decode_worker_killed_at_any_moment(
 ) -> None:
     """After 0 tokens: while the prompt is read or handed over. An answer that is not streamed shows no other moment."""
     body = question(SHORT_PROMPT, mode, stream=stream)
-    expected = read(front, body)
-    if stream and after:
-        assert read(front, body, after, lambda: kill_writer(serve, front)) == expected
-        return
-    with ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(read, front, body)
-        if not after:
+    if not after:
+        expected = read(front, body)
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(read, front, body)
             serve.kill("decode-0", signal.SIGKILL)  # whether it was to write this or not
-        else:
-            kill_writer(serve, front)
-        assert answer.result(TIMEOUT_S) == expected
+            assert answer.result(TIMEOUT_S) == expected
+    elif not stream:
+        kill_under_a_whole_answer(serve, front, body)
+    elif after < LENGTH - 10:
+        kill_mid_stream(serve, front, body, after)
+    else:
+        kill_near_the_end(serve, front, body, after)
+
+
+def strike_a_prefill(serve: Serve, front: Front, mode: str, number: int, share: float = 0.0) -> str:
+    """In the middle of a prompt that nobody knows yet; the name of the worker that was reading it."""
+    bodies: list[dict[str, Any]] = []
+
+    def ask(act: Act) -> list[Any]:
+        bodies.append(question([3 + next(SALTS), *LONG_PROMPT], mode, stream=True, max_tokens=12))
+        return act_once_open(front, lambda other: read(other, bodies[-1]), act)
+
+    name, answers = strike_until_moved(serve, front, reading(len(LONG_PROMPT), share), number, ask)
+    serve.wait_healthy()
+    front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
+    for body, answer in zip(bodies, answers, strict=True):
+        assert answer == read(front, body)
+    return name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
 def test_a_prefill_worker_killed_at_any_moment_of_its_work(serve: Serve, front: Front, share: float) -> None:
     """From the first chunk to the last push."""
-    body = question(long_prompt(100 + round(10 * share)), "seeded", stream=True, max_tokens=12)
-    with prefill_under_way(front, body) as (answer, name):
-        before = front.readings().total(table.PROMPT_TOKENS_COMPUTED, worker=name)
-        wanted = before + share * len(LONG_PROMPT)
-
-        def is_that_far() -> bool:
-            return answer.done() or front.readings().total(table.PROMPT_TOKENS_COMPUTED, worker=name) >= wanted
-
-        wait_until(is_that_far, TIMEOUT_S, "the moment to strike")
-        serve.kill(name, signal.SIGKILL)
-        disturbed = answer.result(TIMEOUT_S)
-    serve.wait_healthy()
-    front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
-    assert disturbed == read(front, body)
+    strike_a_prefill(serve, front, "seeded", signal.SIGKILL, share)
 
 
-@contextmanager
-def prefill_under_way(front: Front, body: dict[str, Any]) -> Iterator[tuple["Future[list[Any]]", str]]:
-    """A long prompt whose prefill has begun and not ended, and the worker that reads it."""
-
-    def computed() -> dict[str, int]:
-        readings = front.readings()
-        names = ("prefill-0", "prefill-1")
-        return {name: readings.total(table.PROMPT_TOKENS_COMPUTED, worker=name) for name in names}
-
-    before = computed()
-    with Front(front.url, timeout_s=TIMEOUT_S) as other, ThreadPoolExecutor(1) as threads:
-        answer = threads.submit(read, other, body)
-        busy: list[str] = []
-
-        def is_under_way() -> bool:
-            assert not answer.done(), "it ended before it could be interrupted"
-            busy[:] = [name for name, count in computed().items() if count > before[name]]
-            return bool(busy)
-
-        wait_until(is_under_way, TIMEOUT_S, "the prefill to begin")
-        yield answer, busy[0]
-
-
-def long_prompt(salt: int) -> list[int]:
-    """Another start for each, or the prefix index would know it."""
-    return [3 + salt, *LONG_PROMPT]
-
-
-@pytest.mark.parametrize("salt", [1, 2])
-def test_a_prefill_worker_killed_mid_prompt(serve: Serve, front: Front, salt: int) -> None:
-    body = question(long_prompt(salt), "seeded", stream=True, max_tokens=12)
-    with prefill_under_way(front, body) as (answer, name):
-        serve.kill(name, signal.SIGKILL)
-        disturbed = answer.result(TIMEOUT_S)
-    serve.wait_healthy()
-    front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
-    assert disturbed == read(front, body)
+@pytest.mark.parametrize("mode", ["seeded", "greedy"])
+def test_a_prefill_worker_killed_mid_prompt(serve: Serve, front: Front, mode: str) -> None:
+    strike_a_prefill(serve, front, mode, signal.SIGKILL)
 
 
 def test_a_prefill_worker_silent_mid_prompt(serve: Serve, front: Front) -> None:
-    body = question(long_prompt(3), "greedy", stream=True, max_tokens=12)
-    with prefill_under_way(front, body) as (answer, name), frozen(serve, name) as pid:
-        disturbed = answer.result(TIMEOUT_S)
-    front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
-    assert serve.pid_of(name) == pid  # it has lost nothing but its connections
-    assert disturbed == read(front, body)
-
-
-@contextmanager
-def frozen(serve: Serve, name: str) -> Iterator[int]:
-    """A process that stops without a word; it goes on at the end."""
-    pid = serve.kill(name, signal.SIGSTOP)
-    try:
-        yield pid
-    finally:
-        os.kill(pid, signal.SIGCONT)
+    """It has lost nothing but its connections."""
+    old_pids = {name: serve.pid_of(name) for name in ("prefill-0", "prefill-1")}
+    name = strike_a_prefill(serve, front, "greedy", signal.SIGSTOP)
+    assert serve.pid_of(name) == old_pids[name]
 
 
 def test_a_decode_worker_silent_mid_stream(serve: Serve, front: Front) -> None:
     body = question(SHORT_PROMPT, "two choices", stream=True)
     expected = read(front, body)
-    stopped: list[int] = []
-
-    def stop_writer() -> None:
-        with Front(front.url) as other:
-            stopped.append(serve.kill(writer(other), signal.SIGSTOP))
-
-    try:
-        assert read(front, body, 9, stop_writer) == expected
-    finally:
-        for pid in stopped:
-            os.kill(pid, signal.SIGCONT)
+    _, answers = strike_until_moved(serve, front, WRITING, signal.SIGSTOP, lambda act: read(front, body, 5, act))
+    assert all(answer == expected for answer in answers)
     front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
 
 
 def test_a_router_killed_mid_stream_breaks_the_connection(serve: Serve, front: Front) -> None:
     """Never a short answer that looks whole; the workers drop what it asked for and serve the next router."""
     body = question(SHORT_PROMPT, "greedy", stream=True, max_tokens=600)
+    writers = [serve.pid_of(name) for name in ("decode-0", "decode-1")]
     with front.client.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
-        old_pid = serve.kill("router", signal.SIGKILL)
-        with pytest.raises(httpx.TransportError):
-            list(lines)
+        with standing_still(*writers):
+            old_pid = serve.kill("router", signal.SIGKILL)
+            with pytest.raises(httpx.TransportError):
+                list(lines)
     serve.wait_restarted("router", old_pid)
     serve.wait_healthy()
     front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_every_worker_restarted_in_turn_under_load(serve: Serve, front: Front) -> None:
     """No error, no truncated answer."""
     body = question(SHORT_PROMPT, "seeded", stream=True)
@@ -310,14 +248,8 @@ def test_a_drained_worker_ends_for_good_and_nothing_is_lost(serve: Serve, front:
     """Runs last: the worker that drains is not started again."""
     body = question(SHORT_PROMPT, "seeded", stream=True)
     expected = read(front, body)
-    drained: list[str] = []
-
-    def drain_writer() -> None:
-        with Front(front.url) as other:
-            drained.append(writer(other))
-        os.kill(serve.pid_of(drained[0]), signal.SIGTERM)
-
-    assert read(front, body, 9, drain_writer) == expected
-    wait_until(lambda: drained[0] not in " ".join(serve.family().values()), TIMEOUT_S, "the drained worker's end")
+    name, answers = strike_until_moved(serve, front, WRITING, signal.SIGTERM, lambda act: read(front, body, 4, act))
+    assert all(answer == expected for answer in answers)
+    wait_until(lambda: name not in " ".join(serve.family().values()), TIMEOUT_S, "the drained worker's end")
     front.wait_idle(NUM_WORKERS - 1, timeout_s=TIMEOUT_S)
     assert read(front, body) == expected

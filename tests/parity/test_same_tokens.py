@@ -191,7 +191,7 @@ def check(plan: Plan) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("architecture", ["tiny_llama", "tiny_qwen2"])
+@pytest.mark.parametrize("architecture", ["tiny_llama", pytest.param("tiny_qwen2", marks=pytest.mark.slow)])
 def test_tiny_models_answer_alike_on_every_path(architecture: str, request: pytest.FixtureRequest) -> None:
     path: Path = request.getfixturevalue(architecture)
     prompts = make_prompts(path, (*BORDERS, *CHUNK_BORDERS, 600, 630))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.property.examples import examples
 
 from disagg.core.errors import InvalidRequest
 from disagg.core.grammar import MAX_GRAMMAR_BYTES
@@ -115,7 +116,7 @@ def planned(text: ModelText, body: dict[str, Any], tools: ToolParser, reasoning:
         return error.param or ""
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(body=bodies, tool_parser=st.sampled_from((ToolParser.HERMES, ToolParser.LLAMA3)), is_thinking=st.booleans())
 def test_a_plan_or_a_refusal(text: ModelText, body: dict[str, Any], tool_parser: ToolParser, is_thinking: bool) -> None:
     found = planned(text, body, tool_parser, ReasoningParser.THINK if is_thinking else ReasoningParser.NONE)

@@ -5,6 +5,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.property.examples import examples
 
 from disagg.core.formats import KvWire
 from disagg.core.ids import BlockId
@@ -72,7 +73,7 @@ def rows_of_read(read: SpanRead, part: Span) -> list[Row]:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(move=moves())
 def test_every_row_of_a_span_goes_to_its_place_once(move: tuple[Holding, Holding, Span, KvWire]) -> None:
     source, target, span, wire = move
@@ -105,7 +106,7 @@ def test_every_row_of_a_span_goes_to_its_place_once(move: tuple[Holding, Holding
     assert sorted(written) == sorted(wanted)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(move=moves(), order=st.randoms(use_true_random=False))
 def test_a_ledger_is_complete_when_the_last_piece_has_come_and_not_before(
     move: tuple[Holding, Holding, Span, KvWire], order: random.Random

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.property.examples import examples
 
 from disagg.testing import fuzz
 
@@ -18,7 +19,7 @@ TARGETS: dict[str, Callable[[bytes], bool]] = {
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.binary(max_size=400))
 @example(data=b"\x91" * 5000)  # nested deeper than any decoder goes
 @example(data=b"\xdd\xff\xff\xff\xff")  # an array of 4 billion elements
@@ -27,7 +28,7 @@ def test_noise_is_taken_or_refused(target: str, data: bytes) -> None:
     TARGETS[target](data)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_damaged_input_is_taken_or_refused(seed: int) -> None:
     outcomes, _ = asyncio.run(fuzz.run(300, seed))

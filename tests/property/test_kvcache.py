@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.property.examples import examples
 
 from disagg.core.ids import BlockId
 from disagg.core.spans import KvLayout, Span
@@ -197,7 +198,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestCache.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 
 
 def layout(block_size: int) -> KvLayout:
@@ -230,7 +231,7 @@ def address(where: KvLayout, blocks: list[BlockId], token: int, layer: int, kv: 
     return (plane + block * where.block_size + within) * where.token_bytes
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(cut=cuts())
 def test_copying_through_segments_moves_exactly_the_span(
     cut: tuple[KvLayout, list[BlockId], KvLayout, list[BlockId], Span],
@@ -260,7 +261,7 @@ def test_copying_through_segments_moves_exactly_the_span(
     assert b"".join(arena.gather([writing[0]._replace(offset=0, length=arena.num_bytes)])) == bytes(expected)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(cut=cuts())
 def test_a_span_lies_inside_its_blocks_and_its_runs_neither_touch_nor_overlap_in_a_plane(
     cut: tuple[KvLayout, list[BlockId], KvLayout, list[BlockId], Span],
@@ -282,7 +283,7 @@ def test_a_span_lies_inside_its_blocks_and_its_runs_neither_touch_nor_overlap_in
 SPANS = st.builds(Span, st.integers(0, 30), st.integers(0, 30), st.integers(0, 4), st.integers(0, 4))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(start=st.integers(0, 10), num_tokens=st.integers(0, 15), num_layers=st.integers(1, 4), spans=st.lists(SPANS))
 def test_the_ledger_agrees_with_a_set(start: int, num_tokens: int, num_layers: int, spans: list[Span]) -> None:
     wanted = Span(start, start + num_tokens, 0, num_layers)
@@ -317,7 +318,7 @@ GROUPED = st.builds(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(num_layers=st.integers(1, 4), group_heads=st.sampled_from([1, 2, 3, 6]), spans=st.lists(GROUPED, max_size=20))
 def test_the_ledger_of_groups_of_heads_agrees_with_a_set(num_layers: int, group_heads: int, spans: list[Span]) -> None:
     """A part of a group counts for nothing; layers and groups may have any ranges of their own."""

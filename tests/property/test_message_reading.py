@@ -7,6 +7,7 @@ import jsonschema
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.property.examples import examples
 
 from disagg.core.grammar import GrammarKind, GrammarSpec
 from disagg.modelfiles.grammar import check_grammar, schema_text, start_bytewise
@@ -58,7 +59,7 @@ def read(how: MessageReading, pieces: list[str]) -> tuple[str, str, list[tuple[s
     return "".join(each.content for each in deltas), "".join(each.reasoning for each in deltas), calls
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(how=readings, text=texts, data=st.data())
 def test_any_cut_gives_the_same_message(how: MessageReading, text: str, data: st.DataObject) -> None:
     places = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
@@ -103,7 +104,7 @@ def larger(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[s
 schemas = st.recursive(scalars, larger, max_leaves=6)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(schema=schemas, data=st.data())
 def test_documents_of_random_schemas_are_valid(schema: dict[str, Any], data: st.DataObject) -> None:
     """Byte by byte through the grammar, choosing at random: what it lets end is a document of the schema."""

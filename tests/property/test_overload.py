@@ -26,7 +26,7 @@ from disagg.testing.engine import expected_tokens
 from disagg.testing.virtual import MODEL, VirtualCluster
 from disagg.testing.virtual_time import Timing
 
-NUM_BURSTS = int(os.environ.get("DISAGG_BURSTS", "5"))
+NUM_BURSTS = int(os.environ.get("DISAGG_BURSTS", "3"))
 NUM_CLIENTS, NUM_REQUESTS, BURST = 8, 40, 70
 MAX_QUEUE_S = 1.0
 MAX_OPEN, MAX_SHARE = 40, 8.0

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.property.examples import examples
 
 from disagg.core.ids import Fence, HandoffId, Incarnation, RequestId, SequenceId
 from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec, finish_reason
@@ -53,7 +54,7 @@ def values_of(kind: object) -> st.SearchStrategy[object]:
 
 @pytest.mark.parametrize(("direction", "kind"), MESSAGES, ids=[f"{way}: {kind.__name__}" for way, kind in MESSAGES])
 def test_every_message_survives_its_union(direction: str, kind: type[msgspec.Struct]) -> None:
-    @settings(max_examples=15, database=None)
+    @settings(max_examples=examples(15), database=None)
     @given(message=values_of(kind))
     def survives(message: msgspec.Struct) -> None:
         decoded = DECODERS[direction].decode(msgspec.msgpack.encode(message))
@@ -79,7 +80,7 @@ def test_a_message_of_another_direction_is_refused(direction: str) -> None:
 
 
 @pytest.mark.parametrize("direction", UNIONS)
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(payload=st.binary(max_size=60))
 @example(payload=b"\x91" * 5000)  # deeply nested arrays
 @example(payload=b"\xdd\xff\xff\xff\xff")  # an array of 4 billion elements
@@ -89,7 +90,7 @@ def test_random_bytes_are_no_worse_than_a_decode_error(direction: str, payload: 
         DECODERS[direction].decode(payload)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_a_message_with_bytes_changed_is_no_worse_than_a_decode_error(data: st.DataObject) -> None:
     direction, kind = data.draw(st.sampled_from(MESSAGES))
@@ -118,7 +119,7 @@ def test_grant_keys_differ_by_hand_off_attempt_and_incarnation() -> None:
     assert [decode_grant_key(key.encode()) for key in keys] == keys
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     token_ids=st.lists(st.integers(0, 5), min_size=1, max_size=12),
     max_tokens=st.integers(1, 12),
@@ -146,7 +147,7 @@ def test_a_journal_delivers_each_position_once_and_in_order_whatever_comes(
     assert entry.finish == finish_reason(sampling, expected[-1].token_id, len(expected))
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     token_ids=st.lists(st.integers(0, 5), min_size=1, max_size=12),
     max_tokens=st.integers(1, 12),
