@@ -39,9 +39,7 @@ class ModelTokenizer:
         self.vocabulary = vocabulary
         self.digest = vocabulary.digest
         self.special_ids = frozenset(token.id for token in vocabulary.added if token.special)
-        self.byte_table = _bytes_of_tokens(
-            backend, vocabulary
-        )  # by id; None where a text is more than they
+        self.byte_table = _bytes_of_tokens(backend, vocabulary)  # by id; None where a text is more than they
 
     @property
     def vocab_size(self) -> int:
