@@ -4,7 +4,7 @@ A choice is to be looked at again while no worker has it, while it is placed and
 is lost and its writer has not said what that means. Most have a worker and an answer that grows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from disagg.core.errors import InternalFault
 from disagg.core.ids import RequestId, SequenceId, WorkerId
@@ -18,7 +18,8 @@ class RequestTable:
     def __init__(self, limits: RecoveryLimits) -> None:
         self._limits = limits
         self._requests: dict[RequestId, OpenRequest] = {}
-        self._choices: dict[SequenceId, Choice] = {}  # of these: every token asks for one
+        self._choices: dict[SequenceId, Choice] = {}  # of these
+        self.choice: Callable[[SequenceId], Choice | None] = self._choices.get  # asked for every token
         self._unplaced: dict[SequenceId, Choice] = {}
         self._unanswered: dict[SequenceId, Choice] = {}  # in the order in which they were placed
         self._judging: dict[SequenceId, Choice] = {}
@@ -35,9 +36,6 @@ class RequestTable:
 
     def get(self, request_id: RequestId) -> OpenRequest | None:
         return self._requests.get(request_id)
-
-    def choice(self, sequence_id: SequenceId) -> Choice | None:
-        return self._choices.get(sequence_id)
 
     def written_by(self, worker_id: WorkerId) -> list[tuple[OpenRequest, Choice]]:
         """Choices that are placed there to be written."""

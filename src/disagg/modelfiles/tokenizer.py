@@ -39,7 +39,7 @@ class ModelTokenizer:
         self.vocabulary = vocabulary
         self.digest = vocabulary.digest
         self.special_ids = frozenset(token.id for token in vocabulary.added if token.special)
-        self._bytes = _bytes_of_tokens(backend, vocabulary)
+        self.byte_table = _bytes_of_tokens(backend, vocabulary)  # by id; None where a text is more than they
 
     @property
     def vocab_size(self) -> int:
@@ -63,7 +63,7 @@ class ModelTokenizer:
     @property
     def is_bytewise(self) -> bool:
         """Whether a text is the plain concatenation of its tokens' bytes."""
-        return self._bytes is not None
+        return self.byte_table is not None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Special tokens spelled out in the text are taken as such."""
@@ -74,13 +74,15 @@ class ModelTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text, specials spelled out; b"" for an id without a token."""
-        if self._bytes is not None:
-            return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
-        return self.vocabulary.tokens[token_id].encode() if 0 <= token_id < self.vocab_size else b""
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        if self.byte_table is not None:
+            return self.byte_table[token_id]
+        return self.vocabulary.tokens[token_id].encode()
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of an answer: nothing is stripped from its start. Broken UTF-8 becomes U+FFFD."""
-        if self._bytes is None:
+        if self.byte_table is None:
             text: str = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
             return text
         hidden = self.special_ids if skip_special_tokens else frozenset()
@@ -93,7 +95,7 @@ class ModelTokenizer:
 
     def check_invariants(self) -> None:
         """Raises AssertionError when ids, tokens and bytes do not fit together."""
-        assert self._bytes is None or len(self._bytes) == self.vocab_size
+        assert self.byte_table is None or len(self.byte_table) == self.vocab_size
         assert all(0 <= id_ < self.vocab_size for id_ in (*self.eos_ids, *self.special_ids))
 
 

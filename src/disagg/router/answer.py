@@ -8,6 +8,7 @@ close         aborts what has not ended; always called, whether the client is th
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
@@ -171,17 +172,13 @@ class OpenAnswer:
             self._tracked[choice.index].is_held = True
         return pieces
 
-    def push_to(self, take: Callable[[TokensDelivered], bool]) -> None:
-        """Offer `take` tokens the moment they come, while next_pieces() waits. Those it takes must be given to feed().
+    def push_to(self, take: Callable[[ChoiceText, TokensDelivered], bool]) -> None:
+        """Offer `take` tokens the moment they come, while next_pieces() waits. What it takes it feeds to their choice.
 
         Only of an answer that is one text and ends with its tokens: others go on as they were.
         """
         if len(self._choices) == 1 and self._is_shown_as_it_comes and not self._params.stop:
-            self._streams[0].push_to(take)
-
-    def feed(self, event: TokensDelivered) -> Piece | None:
-        """What tokens that push_to() has given add to the answer."""
-        return self._choices[0].feed(event.tokens, None)
+            self._streams[0].push_to(partial(take, self._choices[0]))
 
     async def collect(self) -> list[WholeChoice]:
         """Wait for the whole answer."""

@@ -99,7 +99,11 @@ class ChoiceText:
         if self.finish_reason is not None:
             return None
         if self._is_plain and finish_reason is None and len(tokens) == 1 and tokens[0].logprobs is None:
-            return self._feed_plain(tokens[0].token_id)
+            # The common case: one token more, and nothing to look out for.
+            text = self._decode(tokens[0].token_id)
+            self._num_decoded += len(text)
+            self._num_shown = self._num_decoded
+            return Piece(self.index, text) if text else None
         if self._is_prompt_only:
             self.finish_reason = FinishReason.LENGTH
             return Piece(self.index, "", (), self.finish_reason)
@@ -124,15 +128,6 @@ class ChoiceText:
         if not text and not entries and self.finish_reason is None:
             return None
         return Piece(self.index, text, entries, self.finish_reason)
-
-    def _feed_plain(self, token_id: int) -> Piece | None:
-        """The common case: one token more, and nothing to look out for."""
-        text = self._decode(token_id)
-        if not text:
-            return None
-        self._num_decoded += len(text)
-        self._num_shown += len(text)
-        return Piece(self.index, text)
 
     def _decode(self, token_id: int) -> str:
         """The next token's own text; an end of the answer has none."""

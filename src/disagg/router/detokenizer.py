@@ -1,5 +1,6 @@
 """Token ids of one answer to text, one token at a time, never half a character."""
 
+from collections.abc import Sequence
 from encodings import utf_8
 from typing import Protocol
 
@@ -20,21 +21,22 @@ class Detokenizer(Protocol):
 
 def start_detokenizer(tokenizer: ModelTokenizer) -> Detokenizer:
     """A fresh detokenizer for one answer."""
-    return _ByteDetokenizer(tokenizer) if tokenizer.is_bytewise else _PieceDetokenizer(tokenizer)
+    table = tokenizer.byte_table
+    return _ByteDetokenizer(table, tokenizer.special_ids) if table is not None else _PieceDetokenizer(tokenizer)
 
 
 class _ByteDetokenizer:
     """For vocabularies whose tokens are byte strings: work per token is its own bytes."""
 
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
-        self._token_bytes = tokenizer.token_bytes
-        self._hidden = tokenizer.special_ids
+    def __init__(self, table: Sequence[bytes], hidden: frozenset[int]) -> None:
+        self._table = table
+        self._hidden = hidden
         self._decoder = utf_8.IncrementalDecoder(errors="replace")
 
     def push(self, token_id: int) -> str:
-        if token_id in self._hidden:
+        if token_id in self._hidden or not 0 <= token_id < len(self._table):
             return ""
-        raw = self._token_bytes(token_id)
+        raw = self._table[token_id]
         if raw.isascii() and not self._decoder.buffer:  # nearly all: nothing begun, nothing left over
             return raw.decode("ascii")
         return self._decoder.decode(raw)

@@ -27,11 +27,11 @@ from starlette.responses import Response
 from disagg.core.errors import DisaggError, RateLimited
 from disagg.dispatch.stream import GenerateRequest, GenerationService, ModelStatus, TokensDelivered
 from disagg.router.access import Access, Caller
-from disagg.router.answer import OpenAnswer, Usage
+from disagg.router.answer import OpenAnswer
 from disagg.router.answer_format import AnswerFormat, AnswerHead, extended
 from disagg.router.body import BodyLimits, read_body
 from disagg.router.chat import ChatFormat
-from disagg.router.choice import Piece
+from disagg.router.choice import ChoiceText, Piece
 from disagg.router.completions import CompletionFormat
 from disagg.router.fields import JsonObject, read_object
 from disagg.router.http_errors import JSON, http_error
@@ -216,6 +216,7 @@ class _Chunks:
         self._answer = answer
         self._writer = writer
         self._params = params
+        self._is_counted = params.continuous_usage  # each piece goes with the counts of its moment
         self._timing = timing
         self._is_timed = timing is None  # nothing more is to be noted of what is written
         self._opening: bytes | None = None
@@ -257,22 +258,23 @@ class _Chunks:
         """From now on write what can be shown at once to the body itself, while next() waits."""
         self._answer.push_to(partial(self._push, body))
 
-    def _push(self, body: DirectBody, tokens: TokensDelivered) -> bool:
-        """False leaves them to next()."""
+    def _push(self, body: DirectBody, choice: ChoiceText, event: TokensDelivered) -> bool:
+        """False leaves it to next()."""
         if not (self._is_timed and body.is_ready):
             return False
         try:
-            piece = self._answer.feed(tokens)
-            chunk = self._writer.piece(piece, self._counts()) if piece is not None else b""
-            if chunk:
-                body.write(chunk)
+            piece = choice.feed(event.tokens, None)
+            if piece is not None:
+                chunk = self._writer.piece(piece, self._answer.usage if self._is_counted else None)
+                if chunk:
+                    body.write(chunk)
         except Exception as error:  # next() tells it: other streams have tokens in the same step
             self._fault = error
             return False
         return True
 
     def _written(self, pieces: Sequence[Piece]) -> bytes:
-        usage = self._counts()
+        usage = self._answer.usage if self._is_counted else None
         written = [self._writer.piece(piece, usage) for piece in pieces]
         if self._timing is not None and not self._is_timed:
             for piece, shown in zip(pieces, written, strict=True):
@@ -281,7 +283,3 @@ class _Chunks:
                 else:
                     self._timing.hold(piece.index)
         return b"".join(written)
-
-    def _counts(self) -> Usage | None:
-        """Of this moment, where each piece goes with them."""
-        return self._answer.usage if self._params.continuous_usage else None

@@ -2,7 +2,7 @@
 
 1. A worker connects to the control port; its first message must be RegisterWorker.
 2. Messages of workers and requests of clients become the dispatcher's events; its actions are carried out here.
-3. Deliveries go into the stream of their request, which the HTTP side reads.
+3. Deliveries go into the stream of their request: the HTTP side waits for them, or is given them at once where it can.
 """
 
 import asyncio

@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any
@@ -28,6 +28,7 @@ from disagg.router.choice import Piece
 from disagg.router.completions import CompletionFormat
 from disagg.router.connection import ChunkedBody, ConnectionLimits
 from disagg.router.listening import listen
+from disagg.router.parser_names import ToolParser
 from disagg.router.server import HttpServer
 from disagg.router.service import LiveService
 from disagg.router.text import ModelText
@@ -35,7 +36,7 @@ from disagg.router.timing import Timing
 
 DEADLINE_S = 20.0
 HIGH_WATER_BYTES = 64 << 10  # where a transport says that its client does not keep up
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ANSWER = " hello world 🙃, how are you"
 COUNTED = {"include_usage": True, "continuous_usage_stats": True}
 
@@ -49,7 +50,8 @@ async def place(
     channel = await dial(await service.listen("127.0.0.1", 0), TO_WORKER, timeout_s=DEADLINE_S)
     channel.send(RegisterWorker(card(tokenizer.digest, tokenizer.vocab_size)))
     await channel.receive(DEADLINE_S)
-    app = create_app(service, {"tiny": ModelText(tokenizer)}, text_threads=text_threads, timing=Timing(9, lambda: 1.0))
+    texts = {"tiny": ModelText(tokenizer, tool_parser=ToolParser.HERMES)}
+    app = create_app(service, texts, text_threads=text_threads, timing=Timing(9, lambda: 1.0))
     server = HttpServer(app, getattr(request, "param", ConnectionLimits()))
     listener = listen("127.0.0.1", 0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # who does not read is noticed soon
@@ -123,7 +125,7 @@ def whole_text(tokenizer: ModelTokenizer, num_answers: int) -> str:
     return tokenizer.decode(tokenizer.encode(ANSWER) * num_answers)
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(
     "fields", [{}, {"logprobs": 1}, {"stream_options": COUNTED}, {"n": 2}, {"stop": ["are"]}], ids=str
 )
@@ -144,6 +146,18 @@ async def test_events_are_those_that_a_task_waits_for(
     assert any(pushed[start : start + len(parts)] == parts for start in range(len(pushed)))
 
 
+async def test_text_that_is_held_back_writes_nothing(
+    place: Place, written: list[bytes], tokenizer: ModelTokenizer
+) -> None:
+    place.worker.answer = tokenizer.encode("the quick brown <tool_c fox jumps over")
+    asked_for = {"max_tokens": len(place.worker.answer), "tools": [{"type": "function", "function": {"name": "f"}}]}
+    waited = await read_without_server(place, CHAT, **asked_for)
+    pushed = await read(place, CHAT, **asked_for)
+    assert by_choice(pushed) == by_choice(waited)
+    assert any("<tool_c" in each for each in pushed)
+    assert 0 < len(written) < len(place.worker.answer) - 5
+
+
 async def test_a_client_that_falls_behind_is_waited_for_and_misses_nothing(
     place: Place, written: list[bytes], tokenizer: ModelTokenizer
 ) -> None:
@@ -153,12 +167,10 @@ async def test_a_client_that_falls_behind_is_waited_for_and_misses_nothing(
     for _ in range(2):
         place.worker.step()
         await client.token()
-    await fall_behind(place)
+    await step_until(place, lambda: place.connection.flow.write_paused)
     num_written = len(written)
     (stream,) = place.service._streams.values()
-    place.worker.step()
-    place.worker.step()
-    await until(lambda: len(stream._events) >= 2)  # they wait in their stream, not in the socket
+    await step_until(place, lambda: len(stream._events) >= 3)  # there they wait, not in the socket
     assert len(written) == num_written > 0
     assert place.connection.transport.get_write_buffer_size() < HIGH_WATER_BYTES + 2 * len(written[-1])
     place.worker.finish()
@@ -166,10 +178,9 @@ async def test_a_client_that_falls_behind_is_waited_for_and_misses_nothing(
         assert text_of(await client.rest()) == whole_text(tokenizer, num_answers)
 
 
-async def fall_behind(place: Place) -> None:
-    """Step until the only client has left too much unread."""
+async def step_until(place: Place, condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not place.connection.flow.write_paused:
+        while not condition():
             place.worker.step()
             await asyncio.sleep(0)
 
@@ -182,7 +193,7 @@ async def test_a_client_that_stops_reading_is_cut_off(place: Place) -> None:
     for _ in range(2):
         place.worker.step()
         await client.token()
-    await fall_behind(place)
+    await step_until(place, lambda: place.connection.flow.write_paused)
     await until(lambda: place.worker.aborted == [sequence_id])
     client.leave()
 
