@@ -69,6 +69,11 @@ def total_bytes(segments: Iterable[Segment]) -> int:
     return segments.num_bytes if isinstance(segments, SegmentArray) else sum(map(_length_of, segments))
 
 
+def viewed_bytes(views: Iterable[memoryview]) -> int:
+    """Sum of the views' sizes."""
+    return sum(map(_size_of, views))
+
+
 class SegmentSet:
     """Bytes covered by some segments, as sorted merged intervals [start, stop)."""
 
@@ -159,6 +164,9 @@ def batches(views: Sequence[memoryview], *, max_bytes: int, max_views: int) -> I
 
     Only a view longer than `max_bytes` is cut itself.
     """
+    if len(views) <= max_views and 0 < viewed_bytes(views) <= max_bytes:
+        yield list(views)
+        return
     ends = list(accumulate(map(_size_of, views)))
     at = num_bytes = 0  # views and bytes before the next list
     while at < len(views):
@@ -176,7 +184,7 @@ def batches(views: Sequence[memoryview], *, max_bytes: int, max_views: int) -> I
 
 def advance(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
     """What is left of `views` after their first `num_bytes` bytes."""
-    if num_bytes >= sum(map(_size_of, views)):  # as most often
+    if num_bytes >= viewed_bytes(views):  # as most often
         return []
     for index, view in enumerate(views):
         if num_bytes < view.nbytes:
