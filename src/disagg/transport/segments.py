@@ -1,5 +1,6 @@
 """Arithmetic on segments and views: totals, containment, cutting into batches, copying across unequal cuts."""
 
+import contextlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
@@ -140,6 +141,9 @@ class SegmentSet:
 
 def write_flaw(source: Sequence[Segment], destination: Sequence[Segment], arena_bytes: int) -> str | None:
     """Why a write out of an arena of so many bytes can never be sent, or None."""
+    if len(source) >= MANY_SEGMENTS:
+        with contextlib.suppress(OverflowError):  # no such arena: it is named below
+            source = SegmentArray.of(source)
     ours, theirs = total_bytes(source), total_bytes(destination)
     if ours != theirs:
         return f"{ours} source bytes for {theirs} destination bytes; they must be equal"
