@@ -1,4 +1,10 @@
-"""Rigs of the kinds that stay within one machine."""
+"""Rigs of the kinds that stay within one machine, and a writer to shared memory that speaks by hand."""
+
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from tests.unit.transport.relays import MessageRelay
 from tests.unit.transport.rigs import (
@@ -7,6 +13,7 @@ from tests.unit.transport.rigs import (
     DECODE,
     FENCE_S,
     PREFILL,
+    RAW,
     RECEIVER_INCARNATION,
     SENDER_INCARNATION,
     EventLog,
@@ -21,9 +28,23 @@ from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory, SealedBytesMemory
 from disagg.transport.api import Sender
 from disagg.transport.in_process import Fault, InProcessNetwork
+from disagg.transport.local_stream import abstract_address
+from disagg.transport.segments import SegmentArray
 from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
 from disagg.transport.shared_memory_sender import SharedMemorySender
-from disagg.transport.sharing import draw_domain
+from disagg.transport.shared_memory_wire import (
+    Admission,
+    Greeting,
+    OwnerMessage,
+    Request,
+    WriterMessage,
+    decode_owner,
+    encode,
+)
+from disagg.transport.sharing import SharingDomain, draw_domain
+
+KEY = b"key-0"
+BIG = (Segment(0, 256 << 10),)
 
 
 class SharedMemoryRig(LinkRig):
@@ -73,6 +94,58 @@ class SharedMemoryRig(LinkRig):
         super().close()
         assert not self.ended
         vars(self).clear()  # the arenas are given back, which is checked next
+
+
+class RawWriter:
+    """Speaks by hand, and closes the arena it is given."""
+
+    def __init__(self, address: str) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(DEADLINE_S)
+        self.sock.connect(abstract_address(address))
+        self.descriptors: list[int] = []
+
+    def say(self, message: WriterMessage | bytes) -> None:
+        body = message if isinstance(message, bytes) else encode(message)
+        self.sock.sendall(struct.pack("!I", len(body)) + body)
+
+    def hear(self) -> OwnerMessage:
+        head, descriptors, _, _ = socket.recv_fds(self.sock, 4, 1)
+        self.descriptors += descriptors
+        assert len(head) == 4, "closed"
+        (size,) = struct.unpack("!I", head)
+        return decode_owner(bytearray(self.sock.recv(size, socket.MSG_WAITALL)))
+
+    def greet(self, domain: SharingDomain) -> None:
+        self.say(Greeting(RAW, RECEIVER_INCARNATION, domain.secret))
+        assert self.hear() == Admission(None, ARENA_BYTES)
+
+    def is_closed_by_peer(self) -> bool:
+        try:
+            while self.sock.recv(4096):
+                pass
+        except ConnectionError:
+            pass
+        return True  # a socket timeout raises TimeoutError instead
+
+    def close(self) -> None:
+        self.sock.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+@contextmanager
+def raw_writer(rig: SharedMemoryRig) -> Iterator[RawWriter]:
+    writer = RawWriter(rig.receiver.endpoint.address)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def request(ticket: int, number: int = 0, destination: Sequence[Segment] = BIG, key: bytes = KEY) -> Request:
+    runs = SegmentArray.of(destination)
+    return Request(ticket, key, number, b"", runs.pack(), runs.num_bytes)
 
 
 class InProcessRig:
