@@ -1,8 +1,8 @@
 """Copying and summing runs of bytes in mapped arenas.
 
-copying   Each run is summed right after it was copied, in windows that stay in cache. Where runs are shorter than a
-          window, no other thread gets the interpreter between them; but PROGRESS_BYTES take well under a millisecond,
-          and to report them is to let others run.
+copying   Each run is summed right after it was copied, in windows that stay in cache. Between runs shorter than
+          LONG_RUN_BYTES no other thread gets the interpreter; but PROGRESS_BYTES take well under a millisecond, and to
+          report them is to let others run.
 summing   Runs of at least LONG_RUN_BYTES are summed one by one. Shorter ones are taken together as rows of one table,
           so many bytes per call, however they are scattered: a call that lets other threads run may have to wait long
           to get the interpreter back.
@@ -15,7 +15,6 @@ import contextlib
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -81,9 +80,9 @@ class RunCopy:
         self, source: Bytes, source_runs: Sequence[Segment], destination: Bytes, destination_runs: Sequence[Segment]
     ) -> None:
         """Raises InternalFault for unequal totals."""
-        pieces = _paired(SegmentArray.of(source_runs), SegmentArray.of(destination_runs))
-        is_long = int(pieces.lengths.sum()) >= len(pieces.lengths) * LONG_RUN_BYTES
-        self._copy = partial(_copy_long if is_long else _copy_short, source, destination, pieces)
+        self._source = source
+        self._destination = destination
+        self._pieces = _paired(SegmentArray.of(source_runs), SegmentArray.of(destination_runs))
 
     def run(self, on_progress: Callable[[int], None] = lambda num_bytes: None) -> int:
         """Copy. Returns the XXH3 of the bytes in order.
@@ -92,35 +91,33 @@ class RunCopy:
         """
         digest = xxhash.xxh3_64()
         told = 0
-        for num_bytes in self._copy(digest):
+        for num_bytes in _copy(self._source, self._destination, self._pieces, digest):
             if num_bytes - told >= PROGRESS_BYTES:
                 told = num_bytes
                 on_progress(told)
         return digest.intdigest()
 
 
-def _copy_long(source: Bytes, destination: Bytes, pieces: _Pieces, digest: xxhash.xxh3_64) -> Iterator[int]:
-    """Yields how many of the first bytes are in place. Other threads run meanwhile."""
-    num_bytes = 0
-    for start, place, length in zip(*_plain(pieces), strict=True):
+def _copy(source: Bytes, destination: Bytes, pieces: _Pieces, digest: xxhash.xxh3_64) -> Iterator[int]:
+    """Yields how many of the first bytes are in place."""
+    read_from, write_to, num_bytes = source.data, destination.data, 0
+    for start, place, length in zip(
+        pieces.starts.tolist(), pieces.places.tolist(), pieces.lengths.tolist(), strict=True
+    ):
+        if length < LONG_RUN_BYTES:  # the cheapest calls, during which no other thread runs
+            run = read_from[start : start + length]
+            write_to[place : place + length] = run
+            digest.update(run)
+            num_bytes += length
+            yield num_bytes
+            continue
         for at in range(0, length, WINDOW_BYTES):
             stop = min(at + WINDOW_BYTES, length)
             window = source[start + at : start + stop]
             destination[place + at : place + stop] = window
             digest.update(window.data)
-            num_bytes += stop - at
+            num_bytes += window.nbytes
             yield num_bytes
-
-
-def _copy_short(source: Bytes, destination: Bytes, pieces: _Pieces, digest: xxhash.xxh3_64) -> Iterator[int]:
-    """The same by cheaper calls, during which no other thread runs."""
-    read_from, write_to, num_bytes = source.data, destination.data, 0
-    for start, place, length in zip(*_plain(pieces), strict=True):
-        run = read_from[start : start + length]
-        write_to[place : place + length] = run
-        digest.update(run)
-        num_bytes += length
-        yield num_bytes
 
 
 def copy_buffers(views: Sequence[memoryview], destination: Bytes, runs: Sequence[Segment]) -> int:
@@ -208,10 +205,6 @@ def _columns(runs: SegmentArray) -> tuple[_Ints, _Ints]:
     """Offsets and lengths of the runs that are not empty."""
     filled = runs.values[runs.values[:, 1] > 0]
     return filled[:, 0], filled[:, 1]
-
-
-def _plain(pieces: _Pieces) -> tuple[list[int], list[int], list[int]]:
-    return pieces.starts.tolist(), pieces.places.tolist(), pieces.lengths.tolist()
 
 
 def _row_bytes(offsets: _Ints, lengths: _Ints) -> int:
