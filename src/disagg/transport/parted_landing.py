@@ -16,7 +16,7 @@ class PartedLanding:
         self._parts: list[Landing] = []
 
     def groups(self) -> Iterator[list[memoryview]]:
-        """Writable byte views, in wire order; each group is made when it is asked for. Raises what the memory raises."""
+        """Writable byte views, in wire order; each group is made when it is asked for. Raises as the memory does."""
         for at in range(0, len(self._segments), PART_SEGMENTS):
             part = self._memory.landing(self._segments[at : at + PART_SEGMENTS])
             self._parts.append(part)

@@ -1,11 +1,14 @@
-"""Copying and summing runs of bytes in mapped arenas, by calls that let other threads run.
+"""Copying and summing runs of bytes in mapped arenas.
 
-A run of at least LONG_RUN_BYTES is copied piece by piece. Shorter ones are taken together as rows of one table: so many
-bytes per call, however they are scattered, because each call that gives the interpreter away may have to wait long to
-get it back.
+copying   Each run is summed right after it was copied, in windows that stay in cache. Between runs shorter than
+          LONG_RUN_BYTES no other thread gets the interpreter; but PROGRESS_BYTES take well under a millisecond, and to
+          report them is to let others run.
+summing   Runs of at least LONG_RUN_BYTES are summed one by one. Shorter ones are taken together as rows of one table,
+          so many bytes per call, however they are scattered: a call that lets other threads run may have to wait long
+          to get the interpreter back.
 
     rows      the arena as a table whose row is the greatest size that all offsets and lengths are multiples of
-    scratch   WINDOW_BYTES, in cache: rows are gathered into it, summed there, and scattered from it
+    scratch   WINDOW_BYTES, in cache: rows are gathered into it and summed there
 """
 
 import contextlib
@@ -60,73 +63,61 @@ class MappedArena:
 
 
 class _Pieces(msgspec.Struct, frozen=True):
-    """Runs of equal length in one or several arenas, as arrays."""
+    """Runs of equal length in two arenas, as arrays."""
 
+    starts: _Ints
+    places: _Ints
     lengths: _Ints
-    offsets: tuple[_Ints, ...]  # in each arena
-
-    @property
-    def row_bytes(self) -> int:
-        """Size of a row that divides every offset and length; 0 when the runs are better taken one by one."""
-        num_pieces = len(self.lengths)
-        if num_pieces < 2 or int(self.lengths.sum()) >= num_pieces * LONG_RUN_BYTES:
-            return 0
-        size = int(np.gcd.reduce(np.concatenate((self.lengths, *self.offsets))))
-        return size if MIN_ROW_BYTES <= size <= WINDOW_BYTES else 0
 
 
 class RunCopy:
     """A copy between two mapped arenas: runs of equal total, however each side is cut.
 
-    Made while its permit is on the way: all that costs something per run is done then.
+    Made while its permit is on the way: what both sides' cuts cost is spent then.
     """
 
     def __init__(
         self, source: Bytes, source_runs: Sequence[Segment], destination: Bytes, destination_runs: Sequence[Segment]
     ) -> None:
         """Raises InternalFault for unequal totals."""
-        pieces = _paired(SegmentArray.of(source_runs), SegmentArray.of(destination_runs))
-        if size := pieces.row_bytes:
-            rows = [_rows(offsets, pieces.lengths, size) for offsets in pieces.offsets]
-            self._windows = _copy_rows(_table(source, size), rows[0], _table(destination, size), rows[1])
-        else:
-            self._windows = _copy_one_by_one(source, destination, pieces)
+        self._source = source
+        self._destination = destination
+        self._pieces = _paired(SegmentArray.of(source_runs), SegmentArray.of(destination_runs))
 
     def run(self, on_progress: Callable[[int], None] = lambda num_bytes: None) -> int:
-        """Copy, once. Returns the XXH3 of the bytes in order.
+        """Copy. Returns the XXH3 of the bytes in order.
 
         `on_progress` is told, from time to time before the end, how many of the first bytes are in place.
         """
         digest = xxhash.xxh3_64()
-        num_bytes = told = 0
-        for window in self._windows:
-            digest.update(window.data)
-            if num_bytes - told >= PROGRESS_BYTES:  # of the windows before: this one need not be in place yet
+        told = 0
+        for num_bytes in _copy(self._source, self._destination, self._pieces, digest):
+            if num_bytes - told >= PROGRESS_BYTES:
                 told = num_bytes
                 on_progress(told)
-            num_bytes += window.nbytes
         return digest.intdigest()
 
 
-def _copy_rows(table: Bytes, wanted: _Ints, target: Bytes, places: _Ints) -> Iterator[Bytes]:
-    """Yields each window of bytes, in order, while it is in cache."""
-    per_window = WINDOW_BYTES // table.shape[1]
-    scratch = np.empty((per_window, table.shape[1]), np.uint8)
-    for at in range(0, len(wanted), per_window):
-        window = scratch[: len(wanted) - at]
-        np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
-        yield window
-        target[places[at : at + per_window]] = window
-
-
-def _copy_one_by_one(source: Bytes, destination: Bytes, pieces: _Pieces) -> Iterator[Bytes]:
-    """The same for long runs, and for odd ones."""
-    starts, places = pieces.offsets
-    for start, place, length in zip(starts.tolist(), places.tolist(), pieces.lengths.tolist(), strict=True):
+def _copy(source: Bytes, destination: Bytes, pieces: _Pieces, digest: xxhash.xxh3_64) -> Iterator[int]:
+    """Yields how many of the first bytes are in place."""
+    read_from, write_to, num_bytes = source.data, destination.data, 0
+    for start, place, length in zip(
+        pieces.starts.tolist(), pieces.places.tolist(), pieces.lengths.tolist(), strict=True
+    ):
+        if length < LONG_RUN_BYTES:  # the cheapest calls, during which no other thread runs
+            run = read_from[start : start + length]
+            write_to[place : place + length] = run
+            digest.update(run)
+            num_bytes += length
+            yield num_bytes
+            continue
         for at in range(0, length, WINDOW_BYTES):
             stop = min(at + WINDOW_BYTES, length)
-            destination[place + at : place + stop] = source[start + at : start + stop]
-            yield source[start + at : start + stop]
+            window = source[start + at : start + stop]
+            destination[place + at : place + stop] = window
+            digest.update(window.data)
+            num_bytes += window.nbytes
+            yield num_bytes
 
 
 def copy_buffers(views: Sequence[memoryview], destination: Bytes, runs: Sequence[Segment]) -> int:
@@ -170,7 +161,7 @@ class RunSum:
     def _sum_windows(self, arena: Bytes, runs: Sequence[Segment]) -> Iterator[int]:
         """Yields the size of each window before it is summed."""
         offsets, lengths = _columns(SegmentArray.of(runs))
-        if size := _Pieces(lengths, (offsets,)).row_bytes:
+        if size := _row_bytes(offsets, lengths):
             table, wanted = _table(arena, size), _rows(offsets, lengths, size)
             per_window = WINDOW_BYTES // size
             scratch = np.empty((per_window, size), np.uint8)
@@ -193,14 +184,14 @@ def _paired(source: SegmentArray, destination: SegmentArray) -> _Pieces:
         raise InternalFault(f"{source.num_bytes} bytes for runs of {destination.num_bytes}; they must be equal")
     (ours, our_lengths), (theirs, their_lengths) = _columns(source), _columns(destination)
     if np.array_equal(our_lengths, their_lengths):
-        return _Pieces(our_lengths, (ours, theirs))
+        return _Pieces(ours, theirs, our_lengths)
     # Positions in the byte stream where some run starts, on either side.
     our_starts, their_starts = (np.cumsum(lengths) - lengths for lengths in (our_lengths, their_lengths))
     total = int(our_lengths.sum())
     edges = np.union1d(our_starts, their_starts)
     edges = edges[edges < total]
-    offsets = _offsets(ours, our_starts, edges), _offsets(theirs, their_starts, edges)
-    return _Pieces(np.diff(edges, append=total), offsets)
+    lengths = np.diff(edges, append=total)
+    return _Pieces(_offsets(ours, our_starts, edges), _offsets(theirs, their_starts, edges), lengths)
 
 
 def _offsets(offsets: _Ints, starts: _Ints, edges: _Ints) -> _Ints:
@@ -214,6 +205,14 @@ def _columns(runs: SegmentArray) -> tuple[_Ints, _Ints]:
     """Offsets and lengths of the runs that are not empty."""
     filled = runs.values[runs.values[:, 1] > 0]
     return filled[:, 0], filled[:, 1]
+
+
+def _row_bytes(offsets: _Ints, lengths: _Ints) -> int:
+    """Size of a row that divides every offset and length; 0 when the runs are better taken one by one."""
+    if len(lengths) < 2 or int(lengths.sum()) >= len(lengths) * LONG_RUN_BYTES:
+        return 0
+    size = int(np.gcd.reduce(np.concatenate((offsets, lengths))))
+    return size if MIN_ROW_BYTES <= size <= WINDOW_BYTES else 0
 
 
 def _table(arena: Bytes, size: int) -> Bytes:

@@ -1,9 +1,10 @@
 """Arithmetic on segments and views: totals, containment, cutting into batches, copying across unequal cuts."""
 
-from bisect import bisect_right
+import contextlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import overload
 
 import numpy as np
@@ -13,6 +14,7 @@ from disagg.core.errors import ProtocolViolation
 from disagg.kvcache.memory import Segment
 
 _length_of = itemgetter(1)  # twice as fast as the attribute
+_size_of = attrgetter("nbytes")
 MANY_SEGMENTS = 64  # from here on arrays are faster than a loop
 _PACKED = np.dtype("<i8")  # on the wire
 
@@ -66,6 +68,11 @@ class SegmentArray(Sequence[Segment]):
 def total_bytes(segments: Iterable[Segment]) -> int:
     """Sum of the segments' lengths."""
     return segments.num_bytes if isinstance(segments, SegmentArray) else sum(map(_length_of, segments))
+
+
+def viewed_bytes(views: Iterable[memoryview]) -> int:
+    """Sum of the views' sizes."""
+    return sum(map(_size_of, views))
 
 
 class SegmentSet:
@@ -134,6 +141,9 @@ class SegmentSet:
 
 def write_flaw(source: Sequence[Segment], destination: Sequence[Segment], arena_bytes: int) -> str | None:
     """Why a write out of an arena of so many bytes can never be sent, or None."""
+    if len(source) >= MANY_SEGMENTS:
+        with contextlib.suppress(OverflowError):  # no such arena: it is named below
+            source = SegmentArray.of(source)
     ours, theirs = total_bytes(source), total_bytes(destination)
     if ours != theirs:
         return f"{ours} source bytes for {theirs} destination bytes; they must be equal"
@@ -145,14 +155,12 @@ def write_flaw(source: Sequence[Segment], destination: Sequence[Segment], arena_
 
 def grouped(segments: Sequence[Segment], *, max_bytes: int, max_segments: int) -> Iterator[Sequence[Segment]]:
     """Cut a list of segments, in order, into lists of at most so many, about max_bytes together. Cuts no segment."""
-    at = 0
+    ends = list(accumulate(map(_length_of, segments)))
+    at = num_bytes = 0  # segments and bytes before the next list
     while at < len(segments):
-        stop, num_bytes = at, 0
-        while stop < len(segments) and stop - at < max_segments and num_bytes < max_bytes:
-            num_bytes += segments[stop][1]
-            stop += 1
+        stop = min(bisect_left(ends, num_bytes + max_bytes, at) + 1, at + max_segments, len(segments))
         yield segments[at:stop]
-        at = stop
+        at, num_bytes = stop, ends[stop - 1]
 
 
 def batches(views: Sequence[memoryview], *, max_bytes: int, max_views: int) -> Iterator[list[memoryview]]:
@@ -160,7 +168,10 @@ def batches(views: Sequence[memoryview], *, max_bytes: int, max_views: int) -> I
 
     Only a view longer than `max_bytes` is cut itself.
     """
-    ends = list(accumulate(view.nbytes for view in views))
+    if len(views) <= max_views and 0 < viewed_bytes(views) <= max_bytes:
+        yield list(views)
+        return
+    ends = list(accumulate(map(_size_of, views)))
     at = num_bytes = 0  # views and bytes before the next list
     while at < len(views):
         stop = bisect_right(ends, num_bytes + max_bytes, at, min(at + max_views, len(views)))
@@ -177,6 +188,8 @@ def batches(views: Sequence[memoryview], *, max_bytes: int, max_views: int) -> I
 
 def advance(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
     """What is left of `views` after their first `num_bytes` bytes."""
+    if num_bytes >= viewed_bytes(views):  # as most often
+        return []
     for index, view in enumerate(views):
         if num_bytes < view.nbytes:
             return [view[num_bytes:] if num_bytes else view, *views[index + 1 :]]

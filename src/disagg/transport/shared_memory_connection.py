@@ -18,7 +18,7 @@ from disagg.kvcache.memory import Memory
 from disagg.transport.link import Answered, Connection, Permitted
 from disagg.transport.local_stream import LocalStream, abstract_address, peer_pid
 from disagg.transport.runs import Bytes, MappedArena, RunCopy, copy_buffers
-from disagg.transport.segments import SegmentArray
+from disagg.transport.segments import SegmentArray, viewed_bytes
 from disagg.transport.shared_memory_wire import (
     Admission,
     Answer,
@@ -96,7 +96,7 @@ class SharedMemoryConnection(Connection):
         if (prepared := self._copies.pop(ticket.number, None)) is not None:
             return prepared.run(tell)
         views = self._memory.gather(ticket.write.source)
-        if sum(view.nbytes for view in views) != ticket.num_bytes:
+        if viewed_bytes(views) != ticket.num_bytes:
             raise InternalFault("memory gathered other than the bytes that were asked for")
         return copy_buffers(views, self._arena.bytes, ticket.write.destination)
 

@@ -13,7 +13,7 @@ from disagg.transport.api import Write
 from disagg.transport.capability import frame_proof, grant_name
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.link import Answered, Connection, Target
-from disagg.transport.segments import grouped
+from disagg.transport.segments import grouped, viewed_bytes
 from disagg.transport.stream import BATCH_BYTES, MAX_VIEWS, Stream
 from disagg.transport.tcp_dial import Introduction, introduce, open_stream
 from disagg.transport.wire import Ack, FrameHeader, Item, checksum_of, decode_body, encode, encode_trailer
@@ -78,7 +78,7 @@ class TcpConnection(Connection):
         num_bytes = 0
         for segments in grouped(ticket.write.source, max_bytes=BATCH_BYTES, max_segments=MAX_VIEWS):
             views = self._memory.gather(segments)
-            num_bytes += sum(view.nbytes for view in views)
+            num_bytes += viewed_bytes(views)
             if num_bytes > ticket.num_bytes:
                 break
             yield views

@@ -79,8 +79,8 @@ class TlsStream(Stream):
 
     def _open_into(self, views: list[memoryview]) -> list[memoryview]:
         """Open what has arrived, record by record. What is left of the views; raises where nothing could be opened."""
-        read, view, at = self._tls.read, views[0], 0
-        opened = read(view.nbytes, view)
+        view, at = views[0], 0
+        opened = int(self._tls.read(view.nbytes, view))
         with contextlib.suppress(ssl.SSLWantReadError):  # that was all; the next call will say so again
             while opened:
                 if opened == view.nbytes:
@@ -90,7 +90,7 @@ class TlsStream(Stream):
                     view = views[at]
                 else:
                     view = view[opened:]
-                opened = read(view.nbytes, view)
+                opened = int(self._tls.read(view.nbytes, view))
         if not opened:
             raise PeerLost("the peer closed the connection")
         return [view, *views[at + 1 :]] if at < len(views) else []

@@ -1,49 +1,19 @@
-"""Rigs of the kinds that stay within one machine."""
+"""Rigs of the kinds that stay within one machine, and a writer to shared memory that speaks by hand."""
 
 import os
-import random
 import socket
-import ssl
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-import msgspec
-from tests.unit.transport.relays import MessageRelay, Relay
-
-from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.ids import Incarnation, WorkerId
-from disagg.kvcache.memory import Segment
-from disagg.testing.memory import BytesLanding, BytesMemory, SealedBytesMemory, StagedLanding
-from disagg.transport.api import Receiver, Sender, TransportEvent, Write
-from disagg.transport.capability import frame_proof, grant_name, hello_proof
-from disagg.transport.in_process import Fault, InProcessNetwork
-from disagg.transport.link_sender import LinkSender
-from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
-from disagg.transport.shared_memory_sender import SharedMemorySender
-from disagg.transport.sharing import draw_domain
-from disagg.transport.tcp_connection import TcpSenderConfig
-from disagg.transport.tcp_receiver import TcpReceiver
-from disagg.transport.tcp_sender import TcpSender
-from disagg.transport.wire import (
-    PREFIX_BYTES,
-    Ack,
-    Challenge,
-    FrameHeader,
-    Hello,
-    Item,
-    Welcome,
-    decode_body,
-    decode_prefix,
-    encode,
-)
+from tests.unit.transport.relays import MessageRelay
 from tests.unit.transport.rigs import (
     ARENA_BYTES,
     DEADLINE_S,
     DECODE,
     FENCE_S,
     PREFILL,
+    RAW,
     RECEIVER_INCARNATION,
     SENDER_INCARNATION,
     EventLog,
@@ -51,6 +21,30 @@ from tests.unit.transport.rigs import (
     LinkRig,
     pattern,
 )
+
+from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.ids import Incarnation, WorkerId
+from disagg.kvcache.memory import Segment
+from disagg.testing.memory import BytesMemory, SealedBytesMemory
+from disagg.transport.api import Sender
+from disagg.transport.in_process import Fault, InProcessNetwork
+from disagg.transport.local_stream import abstract_address
+from disagg.transport.segments import SegmentArray
+from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
+from disagg.transport.shared_memory_sender import SharedMemorySender
+from disagg.transport.shared_memory_wire import (
+    Admission,
+    Greeting,
+    OwnerMessage,
+    Request,
+    WriterMessage,
+    decode_owner,
+    encode,
+)
+from disagg.transport.sharing import SharingDomain, draw_domain
+
+KEY = b"key-0"
+BIG = (Segment(0, 256 << 10),)
 
 
 class SharedMemoryRig(LinkRig):
@@ -100,6 +94,58 @@ class SharedMemoryRig(LinkRig):
         super().close()
         assert not self.ended
         vars(self).clear()  # the arenas are given back, which is checked next
+
+
+class RawWriter:
+    """Speaks by hand, and closes the arena it is given."""
+
+    def __init__(self, address: str) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(DEADLINE_S)
+        self.sock.connect(abstract_address(address))
+        self.descriptors: list[int] = []
+
+    def say(self, message: WriterMessage | bytes) -> None:
+        body = message if isinstance(message, bytes) else encode(message)
+        self.sock.sendall(struct.pack("!I", len(body)) + body)
+
+    def hear(self) -> OwnerMessage:
+        head, descriptors, _, _ = socket.recv_fds(self.sock, 4, 1)
+        self.descriptors += descriptors
+        assert len(head) == 4, "closed"
+        (size,) = struct.unpack("!I", head)
+        return decode_owner(bytearray(self.sock.recv(size, socket.MSG_WAITALL)))
+
+    def greet(self, domain: SharingDomain) -> None:
+        self.say(Greeting(RAW, RECEIVER_INCARNATION, domain.secret))
+        assert self.hear() == Admission(None, ARENA_BYTES)
+
+    def is_closed_by_peer(self) -> bool:
+        try:
+            while self.sock.recv(4096):
+                pass
+        except ConnectionError:
+            pass
+        return True  # a socket timeout raises TimeoutError instead
+
+    def close(self) -> None:
+        self.sock.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+@contextmanager
+def raw_writer(rig: SharedMemoryRig) -> Iterator[RawWriter]:
+    writer = RawWriter(rig.receiver.endpoint.address)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def request(ticket: int, number: int = 0, destination: Sequence[Segment] = BIG, key: bytes = KEY) -> Request:
+    runs = SegmentArray.of(destination)
+    return Request(ticket, key, number, b"", runs.pack(), runs.num_bytes)
 
 
 class InProcessRig:

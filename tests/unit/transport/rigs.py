@@ -6,23 +6,20 @@ import socket
 import ssl
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 import msgspec
 from tests.unit.transport.relays import MessageRelay, Relay
 
-from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
-from disagg.testing.memory import BytesLanding, BytesMemory, SealedBytesMemory, StagedLanding
+from disagg.testing.memory import BytesLanding, BytesMemory, StagedLanding
 from disagg.transport.api import Receiver, Sender, TransportEvent, Write
 from disagg.transport.capability import frame_proof, grant_name, hello_proof
-from disagg.transport.in_process import Fault, InProcessNetwork
 from disagg.transport.link_sender import LinkSender
 from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
-from disagg.transport.shared_memory_sender import SharedMemorySender
-from disagg.transport.sharing import draw_domain
 from disagg.transport.tcp_connection import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender

@@ -2,8 +2,6 @@
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import xxhash

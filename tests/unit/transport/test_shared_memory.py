@@ -8,15 +8,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import msgspec
 import pytest
-from tests.unit.transport.local_rigs import SharedMemoryRig
+from tests.unit.transport.local_rigs import BIG, KEY, RAW, RawWriter, SharedMemoryRig, raw_writer, request
 from tests.unit.transport.rigs import (
     ARENA_BYTES,
-    DEADLINE_S,
     DECODE,
     FENCE_S,
     PREFILL,
@@ -32,7 +29,6 @@ from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory, SealedBytesMemory
 from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded, WritesStopped
 from disagg.transport.local_stream import MAX_MESSAGE_BYTES, abstract_address
-from disagg.transport.segments import SegmentArray
 from disagg.transport.shared_memory_connection import SharedMemorySenderConfig
 from disagg.transport.shared_memory_receiver import MAX_TICKETS, SharedMemoryReceiver
 from disagg.transport.shared_memory_sender import SharedMemorySender
@@ -43,73 +39,15 @@ from disagg.transport.shared_memory_wire import (
     Copied,
     Farewell,
     Greeting,
-    OwnerMessage,
     Permit,
     Progress,
-    Request,
     Withdrawal,
     WriterMessage,
-    decode_owner,
     encode,
 )
-from disagg.transport.sharing import SHARING_SECRET, SharingDomain, draw_domain, take_domain
+from disagg.transport.sharing import SHARING_SECRET, draw_domain, take_domain
 
-KEY = b"key-0"
-BIG = (Segment(0, 256 << 10),)
 WHOLE = (Segment(0, ARENA_BYTES),)
-RAW = WorkerId("raw")
-
-
-class RawWriter:
-    """Speaks by hand, and closes the arena it is given."""
-
-    def __init__(self, address: str) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(DEADLINE_S)
-        self.sock.connect(abstract_address(address))
-        self.descriptors: list[int] = []
-
-    def say(self, message: WriterMessage | bytes) -> None:
-        body = message if isinstance(message, bytes) else encode(message)
-        self.sock.sendall(struct.pack("!I", len(body)) + body)
-
-    def hear(self) -> OwnerMessage:
-        head, descriptors, _, _ = socket.recv_fds(self.sock, 4, 1)
-        self.descriptors += descriptors
-        assert len(head) == 4, "closed"
-        (size,) = struct.unpack("!I", head)
-        return decode_owner(bytearray(self.sock.recv(size, socket.MSG_WAITALL)))
-
-    def greet(self, domain: SharingDomain) -> None:
-        self.say(Greeting(RAW, RECEIVER_INCARNATION, domain.secret))
-        assert self.hear() == Admission(None, ARENA_BYTES)
-
-    def is_closed_by_peer(self) -> bool:
-        try:
-            while self.sock.recv(4096):
-                pass
-        except ConnectionError:
-            pass
-        return True  # a socket timeout raises TimeoutError instead
-
-    def close(self) -> None:
-        self.sock.close()
-        for descriptor in self.descriptors:
-            os.close(descriptor)
-
-
-@contextmanager
-def raw_writer(rig: SharedMemoryRig) -> Iterator[RawWriter]:
-    writer = RawWriter(rig.receiver.endpoint.address)
-    try:
-        yield writer
-    finally:
-        writer.close()
-
-
-def request(ticket: int, number: int = 0, destination: Sequence[Segment] = BIG, key: bytes = KEY) -> Request:
-    runs = SegmentArray.of(destination)
-    return Request(ticket, key, number, b"", runs.pack(), runs.num_bytes)
 
 
 def assert_still_serves(rig: SharedMemoryRig, number: int, key: bytes = b"served") -> None:

@@ -3,15 +3,11 @@
 import logging
 import os
 import signal
-import socket
 import struct
 import subprocess
 import sys
-import threading
-import time
 import zlib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import msgspec
 import pytest
@@ -20,7 +16,6 @@ from tests.unit.transport.rigs import (
     ARENA_BYTES,
     DEADLINE_S,
     DECODE,
-    FENCE_S,
     PREFILL,
     RAW,
     RECEIVER_INCARNATION,
@@ -33,7 +28,6 @@ from tests.unit.transport.rigs import (
     raw_header,
     raw_hello,
     read_challenge,
-    read_exactly,
     read_welcome,
     write_of,
 )
@@ -43,9 +37,8 @@ from disagg.core.errors import InternalFault
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory
-from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded, WritesStopped
-from disagg.transport.capability import NONCE_BYTES, grant_name
-from disagg.transport.tcp_connection import TcpSenderConfig
+from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded
+from disagg.transport.capability import grant_name
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.transport.wire import (
@@ -54,13 +47,9 @@ from disagg.transport.wire import (
     NO_PROOF,
     PREFIX_BYTES,
     VERSION,
-    Ack,
-    Challenge,
     FrameHeader,
     Hello,
     Item,
-    Welcome,
-    decode_prefix,
     encode,
     encode_trailer,
 )

@@ -1,44 +1,31 @@
 """Peers that say nothing, stop half way, or answer what is not due: what ends, when, and what does not."""
 
-import logging
-import os
-import signal
 import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
-import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
-import msgspec
 import pytest
-import xxhash
 from tests.unit.transport.rigs import (
-    ARENA_BYTES,
     DEADLINE_S,
     DECODE,
     FENCE_S,
     PREFILL,
-    RAW,
     RECEIVER_INCARNATION,
     SENDER_INCARNATION,
     EventLog,
     TcpRig,
+    dialled,
     greet,
+    is_closed_by_peer,
     raw_header,
-    raw_hello,
-    read_challenge,
     read_exactly,
-    read_welcome,
     write_of,
 )
 
 from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import InternalFault
-from disagg.core.ids import Incarnation, WorkerId
+from disagg.core.ids import WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory
 from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded, WritesStopped
@@ -47,22 +34,14 @@ from disagg.transport.tcp_connection import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.transport.wire import (
-    MAGIC,
-    MAX_HEADER_BYTES,
-    NO_PROOF,
     PREFIX_BYTES,
-    VERSION,
     Ack,
     Challenge,
-    FrameHeader,
-    Hello,
     Item,
     Welcome,
     decode_prefix,
     encode,
-    encode_trailer,
 )
-from tests.unit.transport.rigs import dialled, is_closed_by_peer
 
 KEY = b"key-0"
 BIG = (Segment(0, 256 << 10),)
@@ -250,4 +229,3 @@ def silent_peer(early_answer: bytes = b"") -> Iterator[SilentPeer]:
         yield peer
     finally:
         peer.close()
-

@@ -3,42 +3,28 @@
 import asyncio
 import contextlib
 import itertools
-import json
 from collections.abc import AsyncIterator
 
 import msgspec
-import pytest
-from tests.unit.transport.rigs import open_descriptors
-from tests.unit.worker.rigs import DEADLINE_S, VOCAB, Site, gone, layout, site, until
+from tests.unit.worker.rigs import DEADLINE_S, VOCAB, Site, layout
 
 from disagg.channel.channel import Channel, dial
 from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import ConfigurationError, Failure, FailureKind, InternalFault, PeerLost, Unavailable
-from disagg.core.ids import HandoffId, Incarnation, SequenceId, WorkerId
-from disagg.core.request import EmittedToken, FinishReason, SamplingParams
+from disagg.core.ids import Incarnation, SequenceId, WorkerId
+from disagg.core.request import EmittedToken, SamplingParams
 from disagg.core.roles import Numerics, Role
 from disagg.dispatch.config import DispatcherConfig
 from disagg.dispatch.dispatcher import Dispatcher
-from disagg.dispatch.stream import GenerateRequest, RequestFailed, StreamEvent, TokensDelivered, TokenStream
+from disagg.dispatch.stream import GenerateRequest, StreamEvent, TokenStream
 from disagg.policy.recovery import RecoveryLimits
 from disagg.protocol.messages import (
-    AbortSequence,
-    AnnouncePeers,
-    AnswerDrain,
     AnswerRegistration,
-    EmitTokens,
     PoolCard,
-    PromptReport,
     RegisterWorker,
-    ReportState,
-    RequestDrain,
     RouterToWorker,
-    StartSequence,
     WorkerCard,
-    WorkerState,
 )
 from disagg.router.service import LiveService
-from disagg.testing.engine import expected_tokens
 from disagg.worker.links import RouterLink
 
 DECODER: msgspec.msgpack.Decoder[RouterToWorker] = msgspec.msgpack.Decoder(RouterToWorker)
@@ -122,5 +108,3 @@ async def linked(made: Site, address: str) -> AsyncIterator[asyncio.Task[None]]:
         task.cancel()
         await asyncio.wait([task])
         await link.close()
-
-

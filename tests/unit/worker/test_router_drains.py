@@ -1,47 +1,24 @@
 """A worker that is told to end: by an operator through its router, by itself, by a fault of its own."""
 
 import asyncio
-import contextlib
-import itertools
 import json
 from collections.abc import AsyncIterator
 
-import msgspec
 import pytest
 from tests.unit.transport.rigs import open_descriptors
-from tests.unit.worker.rigs import DEADLINE_S, VOCAB, Site, gone, layout, site, until
-
-from disagg.channel.channel import Channel, dial
-from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import ConfigurationError, Failure, FailureKind, InternalFault, PeerLost, Unavailable
-from disagg.core.ids import HandoffId, Incarnation, SequenceId, WorkerId
-from disagg.core.request import EmittedToken, FinishReason, SamplingParams
-from disagg.core.roles import Numerics, Role
-from disagg.dispatch.config import DispatcherConfig
-from disagg.dispatch.dispatcher import Dispatcher
-from disagg.dispatch.stream import GenerateRequest, RequestFailed, StreamEvent, TokensDelivered, TokenStream
-from disagg.policy.recovery import RecoveryLimits
-from disagg.protocol.messages import (
-    AbortSequence,
-    AnnouncePeers,
-    AnswerDrain,
-    AnswerRegistration,
-    EmitTokens,
-    PoolCard,
-    PromptReport,
-    RegisterWorker,
-    ReportState,
-    RequestDrain,
-    RouterToWorker,
-    StartSequence,
-    WorkerCard,
-    WorkerState,
-)
-from disagg.router.service import LiveService
-from disagg.testing.engine import expected_tokens
-from disagg.worker.links import RouterLink
-
+from tests.unit.worker.rigs import DEADLINE_S, gone, site, until
 from tests.unit.worker.router_rigs import DECODER, ask, is_ready, linked, mixed_card, read, register, service
+
+from disagg.channel.channel import dial
+from disagg.core.errors import Failure, FailureKind, InternalFault
+from disagg.core.ids import WorkerId
+from disagg.core.roles import Role
+from disagg.dispatch.stream import TokensDelivered
+from disagg.protocol.messages import (
+    AnswerDrain,
+    RequestDrain,
+)
+
 
 @pytest.fixture(autouse=True)
 async def no_socket_left() -> AsyncIterator[None]:

@@ -2,46 +2,43 @@
 
 import asyncio
 import contextlib
-import itertools
 import json
 from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 from tests.unit.transport.rigs import open_descriptors
-from tests.unit.worker.rigs import DEADLINE_S, VOCAB, Site, gone, layout, site, until
+from tests.unit.worker.rigs import DEADLINE_S, gone, layout, site, until
+from tests.unit.worker.router_rigs import (
+    DECODER,
+    ask,
+    is_ready,
+    linked,
+    mixed_card,
+    read,
+    receive,
+    register,
+    service,
+    token,
+)
 
-from disagg.channel.channel import Channel, dial
-from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import ConfigurationError, Failure, FailureKind, InternalFault, PeerLost, Unavailable
-from disagg.core.ids import HandoffId, Incarnation, SequenceId, WorkerId
-from disagg.core.request import EmittedToken, FinishReason, SamplingParams
-from disagg.core.roles import Numerics, Role
-from disagg.dispatch.config import DispatcherConfig
-from disagg.dispatch.dispatcher import Dispatcher
-from disagg.dispatch.stream import GenerateRequest, RequestFailed, StreamEvent, TokensDelivered, TokenStream
-from disagg.policy.recovery import RecoveryLimits
+from disagg.channel.channel import dial
+from disagg.core.errors import ConfigurationError, FailureKind, PeerLost, Unavailable
+from disagg.core.ids import HandoffId, SequenceId
+from disagg.core.request import FinishReason, SamplingParams
+from disagg.core.roles import Role
+from disagg.dispatch.stream import GenerateRequest, RequestFailed, TokensDelivered
 from disagg.protocol.messages import (
     AbortSequence,
     AnnouncePeers,
-    AnswerDrain,
-    AnswerRegistration,
     EmitTokens,
-    PoolCard,
     PromptReport,
-    RegisterWorker,
     ReportState,
-    RequestDrain,
-    RouterToWorker,
     StartSequence,
-    WorkerCard,
     WorkerState,
 )
-from disagg.router.service import LiveService
 from disagg.testing.engine import expected_tokens
-from disagg.worker.links import RouterLink
 
-from tests.unit.worker.router_rigs import DECODER, ask, is_ready, linked, mixed_card, read, receive, register, service, token
 
 @pytest.fixture(autouse=True)
 async def no_socket_left() -> AsyncIterator[None]:
@@ -313,5 +310,3 @@ async def test_a_connection_that_was_replaced_is_closed() -> None:
         finally:
             await old.close()
             await new.close()
-
-
