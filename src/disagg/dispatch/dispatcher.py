@@ -342,8 +342,12 @@ class Dispatcher:
         worker_id = record.card.worker_id
         note_reports(message, record, self._requests.choice, self.counters)
         by_sequence: dict[SequenceId, list[EmittedToken]] = {}
+        last: SequenceId | None = None
         for token in message.tokens:
-            by_sequence.setdefault(token.sequence_id, []).append(token)
+            if token.sequence_id is not last:  # a message may bring many of one
+                last = token.sequence_id
+                tokens = by_sequence.setdefault(last, [])
+            tokens.append(token)
         for sequence_id, tokens in by_sequence.items():
             choice = self._requests.choice(sequence_id)
             if choice is not None and choice.followers and worker_id == choice.workers[0]:

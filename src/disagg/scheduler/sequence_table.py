@@ -107,7 +107,10 @@ class SequenceTable:
 
     def has_waiting(self, tasks: Iterable[Task]) -> bool:
         """Whether waiting(tasks) would give any."""
-        return any(self._waiting[task] for task in tasks)
+        for task in tasks:  # asked several times for each event: no generator
+            if self._waiting[task]:
+                return True
+        return False
 
     @property
     def asking(self) -> Collection[Sequence]:
