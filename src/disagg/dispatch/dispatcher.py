@@ -342,12 +342,12 @@ class Dispatcher:
         worker_id = record.card.worker_id
         note_reports(message, record, self._requests.choice, self.counters)
         by_sequence: dict[SequenceId, list[EmittedToken]] = {}
-        last: SequenceId | None = None
+        last, own = None, list[EmittedToken]()
         for token in message.tokens:
             if token.sequence_id is not last:  # a message may bring many of one
                 last = token.sequence_id
-                tokens = by_sequence.setdefault(last, [])
-            tokens.append(token)
+                own = by_sequence.setdefault(last, [])
+            own.append(token)
         for sequence_id, tokens in by_sequence.items():
             choice = self._requests.choice(sequence_id)
             if choice is not None and choice.followers and worker_id == choice.workers[0]:

@@ -107,10 +107,7 @@ class SequenceTable:
 
     def has_waiting(self, tasks: Iterable[Task]) -> bool:
         """Whether waiting(tasks) would give any."""
-        for task in tasks:  # asked several times for each event: no generator
-            if self._waiting[task]:
-                return True
-        return False
+        return any(map(self._waiting.__getitem__, tasks))  # asked several times for each event
 
     @property
     def asking(self) -> Collection[Sequence]:

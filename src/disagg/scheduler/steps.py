@@ -50,7 +50,7 @@ class Steps:
         self._rows: tuple[_Row, ...] = ()
         self._shape = StepShape()
         self._next_step = 0
-        self.recalled: frozenset[SequenceId] = frozenset()  # streams that stood until the last step's end, preempted now
+        self.recalled: frozenset[SequenceId] = frozenset()  # streams that stood until now, when they were preempted
         self._untold: set[SequenceId] = set()  # streams that wrote something while they stood, and have rows now
 
     @property
