@@ -135,7 +135,7 @@ def clusters(
 ) -> Iterator[tuple[dict[str, Server], LinkShape | None]]:
     """A server per side, all up; this thread is at the clients' end of the link."""
     shape = LINKS[name]
-    more = ("--kv-memory", kv_memory)
+    more = ("--kv-memory", kv_memory, *harness.STEADY_FLAGS)
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
         if shape is None:
@@ -348,6 +348,7 @@ def main() -> None:
     print(harness.heading(args), "interleaved")
     dtype = prompts.config.kv_layout(BLOCK_SIZE).dtype
     print(f"lone prompts, {ANSWER_TOKENS} tokens of answer, greedy, no prefix reuse, KV {dtype}")
+    print("all sides:", *harness.STEADY_FLAGS)
     default = DEFAULTS.min_push_bytes
     modes = {MIXED: ((), default), **{side: (flags, default) for side, flags in MODES.items()}}
     results: dict[str, object] = {}

@@ -63,13 +63,12 @@ def clusters(args: argparse.Namespace) -> Iterator[dict[str, SpreadCluster]]:
     cores = sorted(os.sched_getaffinity(0))
     places = (str(cores[0]), str(cores[1 % len(cores)]))
     path, name = resolve_model(args.model), served_name(args.model)
+    flags = ("--kv-memory", "256M", *harness.STEADY_FLAGS)
     with contextlib.ExitStack() as stack:
         pair = stack.enter_context(LinkedNamespaces(LinkShape(args.rate_mbit)))
         stack.enter_context(pair.entered(0))
         yield {
-            side: stack.enter_context(
-                SpreadCluster(pair, path, name, ("--kv-memory", "256M", "--partial-start", side), cores=places)
-            )
+            side: stack.enter_context(SpreadCluster(pair, path, name, (*flags, "--partial-start", side), cores=places))
             for side in SIDES
         }
 

@@ -59,7 +59,8 @@ async def _watch(url: str, interval_s: float) -> None:
     live = Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False)
     task = asyncio.current_task()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)  # the screen is given back then too
+    for number in (signal.SIGINT, signal.SIGTERM):  # the screen is given back; a shell may have had Ctrl-C ignored
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     try:
         with live:
             while True:
