@@ -342,8 +342,12 @@ class Dispatcher:
         worker_id, revision = record.card.worker_id, record.card.pool.revision
         note_reports(message, record, self._requests.choice, self.counters)
         by_sequence: dict[SequenceId, list[EmittedToken]] = {}
+        last, own = None, list[EmittedToken]()
         for token in message.tokens:
-            by_sequence.setdefault(token.sequence_id, []).append(token)
+            if token.sequence_id is not last:  # a message may bring many of one
+                last = token.sequence_id
+                own = by_sequence.setdefault(last, [])
+            own.append(token)
         num_fresh = 0
         for sequence_id, tokens in by_sequence.items():
             choice = self._requests.choice(sequence_id)

@@ -15,6 +15,7 @@ from disagg.core.errors import ConfigurationError
 MAX_READ = 50_000  # requests of a trace that are looked at
 DRAWN = 4_000  # requests drawn where a rate and lengths are given
 NUM_SAMPLES = 48  # requests that stand for all in closed forms
+SHARED_TIMES = 0.5  # distinct times per request up to which a trace's clock is taken for coarse
 
 
 class Traffic(msgspec.Struct, frozen=True, dict=True):
@@ -89,7 +90,11 @@ class ListedWork(msgspec.Struct, frozen=True):
 
 
 def read_traffic(name: str, work: Workload, seed: int) -> Traffic:
-    """Up to MAX_READ requests. Raises ConfigurationError for a bad row, by its line, and where there are too few."""
+    """Up to MAX_READ requests. Raises ConfigurationError for a bad row, by its line, and where there are too few.
+
+    Where a clock was so coarse that most requests share their time with others, those of a tick are spread over it:
+    played as written they would come at once, and all but the first wait, at any rate.
+    """
     stream = work.start(random.Random(seed))
     requests: list[WorkRequest] = []
     while len(requests) < MAX_READ:
@@ -99,6 +104,9 @@ def read_traffic(name: str, work: Workload, seed: int) -> Traffic:
         requests.append(request)
     if len(requests) < 2 or requests[-1].due_s <= requests[0].due_s:
         raise ConfigurationError(f"{name} has {len(requests)} requests at {_times(requests)}: a rate needs 2 or more")
+    tick_s = _tick_s(requests)
+    if tick_s:
+        requests, name = _spread(requests, tick_s), f"{name} (requests of a tick of {tick_s:.3g} s spread over it)"
     rate_per_s = len(requests) / _span_s(tuple(requests))
     return Traffic(name, tuple(requests), tuple(_uncached(requests)), rate_per_s)
 
@@ -112,6 +120,26 @@ def drawn_traffic(rate_per_s: float, prompt: Lengths, output: Lengths, seed: int
 
 def _times(requests: list[WorkRequest]) -> str:
     return f"{requests[0].due_s:g} s" if requests else "no time"
+
+
+def _tick_s(requests: list[WorkRequest]) -> float:
+    """Of the clock that the times were read from; 0 where most requests have a time of their own."""
+    times_s = sorted({request.due_s for request in requests})
+    if len(times_s) > SHARED_TIMES * len(requests):
+        return 0.0
+    return statistics.median(later_s - one_s for one_s, later_s in itertools.pairwise(times_s))
+
+
+def _spread(requests: list[WorkRequest], tick_s: float) -> list[WorkRequest]:
+    """Evenly, in their order, until the next tick."""
+    spread: list[WorkRequest] = []
+    for due_s, group in itertools.groupby(requests, lambda request: request.due_s):
+        sharing = list(group)
+        spread += (
+            msgspec.structs.replace(request, due_s=due_s + place * tick_s / len(sharing))
+            for place, request in enumerate(sharing)
+        )
+    return spread
 
 
 def _span_s(requests: tuple[WorkRequest, ...]) -> float:

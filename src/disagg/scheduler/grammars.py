@@ -49,6 +49,8 @@ class Grammars:
 
     def next_wake_s(self) -> float:
         """When on_clock has something to do; infinity when nobody waits."""
+        if not self._waiting:
+            return float("inf")
         return min((each.grammar_until_s or 0.0 for each in self._live()), default=float("inf"))
 
     def check_invariants(self) -> None:

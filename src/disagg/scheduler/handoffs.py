@@ -99,8 +99,10 @@ class Handoffs:
         table = self._state.table
         if table.asking or table.has_waiting(SENDS) or table.has_waiting(RECEIVES):
             return True
-        handing = table.in_state(SequenceState.PREFILLING, SequenceState.RECEIVING, SequenceState.HANDING_OFF)
-        return any(_renewing_end(sequence) is not None for sequence in handing)
+        for sequence in table.in_state(SequenceState.PREFILLING, SequenceState.RECEIVING, SequenceState.HANDING_OFF):
+            if _renewing_end(sequence) is not None:
+                return True
+        return False
 
     def _on_cancel_handoff(self, peer: WorkerId, message: CancelHandoff) -> None:
         sequence = self._state.sequences.get(message.handoff_id)

@@ -107,7 +107,7 @@ class SequenceTable:
 
     def has_waiting(self, tasks: Iterable[Task]) -> bool:
         """Whether waiting(tasks) would give any."""
-        return any(self._waiting[task] for task in tasks)
+        return any(map(self._waiting.__getitem__, tasks))  # asked several times for each event
 
     @property
     def asking(self) -> Collection[Sequence]:

@@ -5,6 +5,7 @@ or an unused cached one, else the youngest stream gives up its blocks and starts
 what it has written is read again, and row independence makes that the same tokens). Prompts fill what is left.
 """
 
+import math
 from collections import defaultdict
 
 import msgspec
@@ -49,7 +50,7 @@ class Steps:
         self._rows: tuple[_Row, ...] = ()
         self._shape = StepShape()
         self._next_step = 0
-        self.recalled: frozenset[SequenceId] = frozenset()  # streams that stood until the last step's end, preempted now
+        self.recalled: frozenset[SequenceId] = frozenset()  # streams that stood until now, when they were preempted
         self._untold: set[SequenceId] = set()  # streams that wrote something while they stood, and have rows now
 
     @property
@@ -333,8 +334,8 @@ class Steps:
             return
         self._running = None
         self._next_step += num_steps - 1
+        self._count(math.fsum(event.durations_s), num_steps=num_steps)
         for duration_s in event.durations_s:
-            self._count(duration_s)
             self._state.step_times.observe(self._shape, duration_s)
             self._shape = self._shape.add_context(self._shape.num_streams)
         self._end_standing(num_steps)
@@ -408,10 +409,10 @@ class Steps:
         if finish_reason(sequence.spec.sampling, token.token_id, num_tokens) is not None:
             self._state.finish(sequence)
 
-    def _count(self, duration_s: float, kind: str = "") -> None:
+    def _count(self, duration_s: float, kind: str = "", num_steps: int = 1) -> None:
         has_stream, has_prompt = self._shape.num_streams > 0, self._shape.num_prompt_tokens > 0
         kind = kind or ("both" if has_prompt and has_stream else "prefill" if has_prompt else "decode")
         counters = self._state.counters
-        counters.add(STEPS, label=kind)
+        counters.add(STEPS, num_steps, label=kind)
         counters.add(STEP_SECONDS, max(0.0, duration_s), label=kind)
         counters.add(BLOCKS_EVICTED, self._state.cache.num_evicted - counters.get(BLOCKS_EVICTED))

@@ -1,4 +1,4 @@
-"""Other simulators get the rows that ours plays, and what they say of them comes back; one that cannot be had is left out."""
+"""Other simulators get the rows that ours plays, and what they say comes back; one that cannot be had is left out."""
 
 import json
 import sys
@@ -10,7 +10,9 @@ import pytest
 
 # Stands in for DistServe's packages: every prompt takes 5 ms, every token after it 2 ms.
 FAKE = {
-    "simpy.py": "class Environment:\n    def run(self):\n        for request in self.requests:\n            request.play()\n",
+    "simpy.py": (
+        "class Environment:\n    def run(self):\n        for request in self.requests:\n            request.play()\n"
+    ),
     "simdistserve/__init__.py": "",
     "simdistserve/simulate.py": "",
     "simdistserve/base/__init__.py": "",

@@ -67,3 +67,27 @@ def test_samples_stand_for_all() -> None:
 def test_one_request_has_no_rate(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="1 requests"):
         mooncake(tmp_path, (1,))
+
+
+def test_requests_that_a_coarse_clock_put_together_are_spread_over_its_tick(tmp_path: Path) -> None:
+    path = tmp_path / "ticks.jsonl"
+    counts = (4, 2, 4, 2)
+    rows = [(3000 * tick, 100 + number) for tick, count in enumerate(counts) for number in range(count)]
+    line = '{{"timestamp": {}, "input_length": {}, "output_length": 5, "hash_ids": [{}]}}'
+    path.write_text("\n".join(line.format(at_ms, length, place) for place, (at_ms, length) in enumerate(rows)))
+    found = read_traffic("ticks", TraceWork(path=path, format="mooncake"), 0)
+    assert [request.due_s for request in found.requests] == [
+        *(0.0, 0.75, 1.5, 2.25, 3.0, 4.5),
+        *(6.0, 6.75, 7.5, 8.25, 9.0, 10.5),
+    ]
+    assert [request.num_prompt_tokens for request in found.requests] == [length for _, length in rows]
+    assert "tick of 3 s" in found.name
+
+
+def test_times_that_some_requests_share_are_left_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "fine.csv"
+    rows = [f"{at_s},{100},{5}" for at_s in (0, 1, 1, 2, 3, 4)]
+    path.write_text("\n".join(["Timestamp,Request tokens,Response tokens", *rows]))
+    found = read_traffic("fine", TraceWork(path=path, format="burstgpt"), 0)
+    assert [request.due_s for request in found.requests] == [0, 1, 1, 2, 3, 4]
+    assert found.name == "fine"
