@@ -15,7 +15,7 @@ from disagg.core.request import EmittedToken, FinishReason, TokenLogprobs, finis
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, StreamEvent, TokensDelivered
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import Metric
-from disagg.telemetry.track import ChoiceTrack, RequestTrack, Trip
+from disagg.telemetry.track import NUM_TIMED, ChoiceTrack, RequestTrack, Trip
 
 _TRIP = Trip(1, "mixed", "mixed_worker", is_fallback=False, decode=WorkerId("fake"))
 
@@ -150,7 +150,8 @@ class FakeTokenStream:
     def _note(self, track: ChoiceTrack, position: int, reason: FinishReason | None) -> None:
         """A service says when tokens came; workers that would say more there are none."""
         now_s = time.monotonic()
-        track.arrive(_TRIP.decode, position, 1, now_s)
+        if position < NUM_TIMED:
+            track.arrive(_TRIP.decode, position, 1, now_s)
         if reason is not None:
             track.end("finished", position + 1, now_s)
 
