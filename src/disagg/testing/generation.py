@@ -180,16 +180,20 @@ class FakeGenerationService:
         self.statuses = tuple(statuses)
         self.script_for = script_for
         self.streams: list[FakeTokenStream] = []
+        self.received_s: list[float | None] = []  # of each stream, as it was said
         self.submitted = asyncio.Event()
         self.counters = Counters()
 
-    def submit(self, request: GenerateRequest, track: RequestTrack | None = None) -> FakeTokenStream:
+    def submit(
+        self, request: GenerateRequest, track: RequestTrack | None = None, received_s: float | None = None
+    ) -> FakeTokenStream:
         if all(status.model != request.model for status in self.statuses):
             raise ModelNotFound(f"the model {request.model!r} has no workers", param="model")
         script = self.script_for(request)
         if script.refusal is not None:
             raise script.refusal
         stream = FakeTokenStream(RequestId(Incarnation(0xFA4E), len(self.streams)), request, script, track)
+        self.received_s.append(received_s)
         self.streams.append(stream)
         self.submitted.set()
         return stream

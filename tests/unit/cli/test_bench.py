@@ -183,6 +183,6 @@ def test_a_page_says_what_was_asked(asked: LoadOptions, words: str) -> None:
 
 def test_progress_knows_how_many_there_will_be() -> None:
     for more in ({"rate": 1.0}, {"clients": 3}, {"trace": "x", "requests": 100}):
-        plan = plan_of(LoadOptions(target="http://x", **more))  # type: ignore[arg-type]
+        plan = plan_of(LoadOptions(target="http://x", **more))
         assert num_expected(plan.workload) == 100
     assert num_expected(plan_of(LoadOptions(target="chat")).workload) == 0  # conversations end when they do
