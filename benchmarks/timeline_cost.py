@@ -11,6 +11,7 @@ usage: python benchmarks/timeline_cost.py [--quick]
 
 import argparse
 import asyncio
+import gc
 import statistics
 import tempfile
 import time
@@ -38,7 +39,6 @@ from disagg.modelfiles.tokenizer import load_tokenizer
 from disagg.policy.batching import StepBudget
 from disagg.protocol.messages import PoolCard, RouterToWorker, StartSequence, WorkerCard, WorkerToRouter
 from disagg.router.app import create_app
-from disagg.router.process import collect_rarely
 from disagg.router.text import ModelText
 from disagg.router.timing import Timing
 from disagg.router.tracing import TraceExport
@@ -217,7 +217,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
 def main() -> None:
     args = harness.options(__doc__, rounds=9).parse_args()
     print(harness.heading(args))
-    collect_rarely()  # as the router does
+    gc.disable()  # the router's looks at what is new only, and rarely
     before = harness.cpu_use()
     figures = measure(args)
     share = harness.foreign_share(before, harness.cpu_use())

@@ -46,7 +46,7 @@ def run_router(config: RouterConfig) -> int:
         access = load_access(config.api_keys, config.api_keys_file)
         raise_descriptor_limit()
         texts = {name: _model_text(path, config) for name, path in config.models}
-        collect_rarely()
+        _collect_rarely()
         asyncio.run(_serve(config, texts, access))
     finally:
         if lifeline is not None:
@@ -54,7 +54,7 @@ def run_router(config: RouterConfig) -> int:
     return 0
 
 
-def collect_rarely() -> None:
+def _collect_rarely() -> None:
     """What is loaded by now stays, and what a step makes for hundreds of streams goes by itself: searching all of it
     for cycles after every few hundred tokens would cost more than writing them, and stop everybody meanwhile.
     """
