@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from disagg.bench.traces import READERS, TraceWork
+from disagg.bench.traces import TRACE_FORMATS, TraceWork
 from disagg.core.errors import ConfigurationError
 from disagg.core.roles import Role
 from disagg.sim.hardware.step_model import StepShape
@@ -68,7 +68,7 @@ class Result(msgspec.Struct, frozen=True):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--format", choices=sorted(READERS), required=True)
+    parser.add_argument("--format", choices=sorted(TRACE_FORMATS), required=True)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--prefill", type=int, default=70)
     parser.add_argument("--decode", type=int, default=30)
