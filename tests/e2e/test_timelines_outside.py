@@ -1,7 +1,7 @@
 """Timelines and the metric of TTFT beside an outside client: real HTTP, answers moved and given up among them.
 
-Router and workers share the test's loop, their engines sleep on threads of their own. The clients have another thread
-and another loop, reach the router through sockets, and know nothing of it but bytes and when they came.
+The clients reach the router through sockets and know nothing of it but bytes and when they came. They share its loop:
+with a thread of their own, on a busy machine, they would see mostly how late they are woken. Engines sleep on others.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ SPACING_S = 0.15
 LEAVE_S = 0.05  # before the first token: reading any prompt takes two steps
 LEAVE_TOKENS = 3
 LIMIT = 0.02
-FLOOR_S = 0.005  # a thread that others keep from its core is woken so much late: the client's wait, and no stage's
+FLOOR_S = 0.003  # turns of the loop between a byte's way into a socket and out of it: no stage's
 DEADLINE_S = 90.0
 
 
@@ -121,7 +121,7 @@ async def test_stages_and_metric_are_what_an_outside_client_waits(tmp_path: Path
     text = ModelText(load_tokenizer(write_tiny_tokenizer(tmp_path)))
     all_seen = [Seen(17 + number) for number in range(NUM_REQUESTS)]
     async with asyncio.timeout(DEADLINE_S), AsyncExitStack() as stack:
-        threads, outside = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
+        threads = stack.enter_context(ThreadPoolExecutor(1))
         service, address = await stack.enter_async_context(live_router())
         app = create_app(service, {MODEL: text}, text_threads=threads, timing=Timing(NUM_REQUESTS, time.time))
         port = await stack.enter_async_context(listening(app, DEFAULT_CONNECTION_LIMITS))
@@ -133,7 +133,7 @@ async def test_stages_and_metric_are_what_an_outside_client_waits(tmp_path: Path
         ]
         await paired(service, 4)
         url = f"http://127.0.0.1:{port}"
-        loading = asyncio.get_running_loop().run_in_executor(outside, asyncio.run, load(url, all_seen))
+        loading = asyncio.create_task(load(url, all_seen))
         await until(lambda: sum(len(seen.token_s) >= 2 for seen in all_seen) >= NUM_REQUESTS // 4)
         await kill_while_it_works(sites[2], lives[2])
         await until(lambda: sum(len(seen.token_s) >= 2 for seen in all_seen) >= NUM_REQUESTS // 2)
@@ -152,8 +152,8 @@ async def test_stages_and_metric_are_what_an_outside_client_waits(tmp_path: Path
     pairs = [pair for seen in known for pair in pairs_of(seen, choices[seen.num_prompt])]
     far = [pair for pair in pairs if not is_near(*pair)]
     shares = [abs(ours_s / clients_s - 1) for ours_s, clients_s in pairs]
-    # Others may stop one of the threads between two readings of the clock: most must agree, and all together.
-    assert len(far) <= 0.2 * len(pairs), (len(pairs), far)
+    # A machine that others use too may stop the process between two readings of the clock.
+    assert len(far) <= 0.1 * len(pairs), (len(pairs), far)
     assert statistics.median(shares) <= LIMIT / 2, sorted(shares)
     ours_s, clients_s = (math.fsum(each) for each in zip(*pairs, strict=True))
     assert abs(ours_s / clients_s - 1) <= LIMIT, (ours_s, clients_s)

@@ -61,7 +61,7 @@ class TraceClient:
         self.windows = _read_windows(trace)
         self._dataset = dataset
         self._periods = _read_periods(dataset)
-        self._known: tuple[float, tuple[_Histogram, _Histogram]] | None = None
+        self._known: tuple[float, tuple[_Histogram, ...]] | None = None  # a period and its two histograms
         if any(window.rate_per_s for window in self.windows.values()) and not self._periods:
             raise ConfigurationError(f"{dataset} has no lengths, though {trace.name} has requests")
 
@@ -79,13 +79,9 @@ class TraceClient:
         """Tokens of a prompt and its answer: of the last period with lengths up to then, else of the first."""
         start_s = max((each for each in self._periods if each <= at_s), default=min(self._periods))
         if self._known is None or self._known[0] != start_s:
-            self._known = (start_s, self._histograms(start_s))
+            self._known = (start_s, tuple(self._histogram(start_s, text) for text in self._periods[start_s]))
         prompts, answers = self._known[1]
         return prompts.draw(rng), answers.draw(rng)
-
-    def _histograms(self, start_s: float) -> tuple[_Histogram, _Histogram]:
-        prompts, answers = (self._histogram(start_s, text) for text in self._periods[start_s])
-        return prompts, answers
 
     def _histogram(self, start_s: float, text: str) -> _Histogram:
         try:
@@ -132,9 +128,8 @@ def draw_requests(folder: Path, rng: random.Random) -> Iterator[TraceRow]:
     for start_s, length_s in zip(starts, lengths, strict=True):
         due: list[tuple[float, int]] = []
         for number, client in enumerate(clients):
-            window = client.windows.get(start_s)
-            if window is not None:
-                due += [(at_s, number) for at_s in client.draw_times(window, length_s, rng)]
+            times_s = client.draw_times(client.windows[start_s], length_s, rng)
+            due += [(at_s, number) for at_s in times_s]
         if due and begin_s is None:
             begin_s = start_s
         for at_s, number in sorted(due):

@@ -26,7 +26,7 @@ from disagg.bench.search import Limit, RateSearch
 from disagg.bench.slo import Slo
 from disagg.bench.text_report import describe
 from disagg.bench.traces import TraceWork
-from disagg.bench.workload import Lengths, PrefixPool
+from disagg.bench.workload import ClosedWork, Lengths, PrefixPool, RandomWork, Workload
 from disagg.cli.bench_options import LoadOptions, ReportOptions
 from disagg.cli.bench_progress import Progress
 from disagg.core.errors import ConfigurationError
@@ -133,9 +133,14 @@ def _served(asked: LoadOptions) -> Iterator[str]:
 
 
 def _measured(target: Target, plan: LoadPlan) -> LoadResult:
-    num = getattr(plan.workload, "num_requests", 0)
-    with Progress(plan.label or target.url, num) as progress:
+    with Progress(plan.label or target.url, num_expected(plan.workload)) as progress:
         return measure(target, plan, progress.tell)
+
+
+def num_expected(workload: Workload) -> int:
+    """Requests of a whole load; 0: that is not known before."""
+    work = workload.work if isinstance(workload, ClosedWork) else workload
+    return work.num_requests if isinstance(work, RandomWork | TraceWork) else 0
 
 
 def _search(target: Target, plan: LoadPlan, asked: LoadOptions) -> tuple[list[LoadResult], Limit]:

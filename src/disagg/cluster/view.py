@@ -75,7 +75,9 @@ class RouterWatch:
     async def metrics(self) -> str | None:
         """Prometheus text of router and workers."""
         response = await self._get("/metrics")
-        return response.text if response is not None and response.status_code == httpx.codes.OK else None
+        if response is None or response.status_code != httpx.codes.OK:
+            return None
+        return response.content.decode(errors="replace")
 
     async def close(self) -> None:
         await self._client.aclose()

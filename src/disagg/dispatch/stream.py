@@ -25,7 +25,6 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     slo_class: str = "default"
     tenant: str = ""  # whose turn it is among others of its priority
     cache_salt: str = ""  # KV is shared only between requests with the same one
-    received_s: float | None = None  # when its first byte was here, on the router's clock; None: when it is submitted
 
 
 class TokensDelivered(msgspec.Struct, frozen=True):
@@ -86,10 +85,13 @@ class TokenStream(Protocol):
 class GenerationService(Protocol):
     """What the HTTP front needs of the rest. `disagg.testing` ships a fake one."""
 
-    def submit(self, request: GenerateRequest, track: RequestTrack | None = None) -> TokenStream:
+    def submit(
+        self, request: GenerateRequest, track: RequestTrack | None = None, received_s: float | None = None
+    ) -> TokenStream:
         """Raises InvalidRequest, ModelNotFound, Unavailable, Overloaded at once; later failures are events.
 
         What becomes of the request and when goes into its track, if it has one.
+        received_s: when its first byte was here, by time.monotonic(); None: now.
         """
 
     def models(self) -> tuple[ModelStatus, ...]: ...

@@ -26,6 +26,7 @@ HEIGHT = 300.0
 RIGHT, TOP, BOTTOM = 22.0, 48.0, 46.0
 BAR_TOP, BAR_HEIGHT, BAR_LEFT, BAR_RIGHT = 34.0, 22.0, 170.0, 64.0
 ROW_HEIGHT = 18.0
+LEAST_APART = 3.0  # moments of a row
 MOST_POINTS = 240  # of a line: more cannot be seen
 
 
@@ -144,9 +145,19 @@ def waterfall(title: str, x: Axis | str, rows: Sequence[Row], kinds: Sequence[st
         for span in row.spans:
             start, stop = scale.place(span.start), scale.place(span.stop)
             parts.append(box(start, y + 3, max(0.5, stop - start), ROW_HEIGHT - 6, span.kind))
-        moments = "".join(f"M{scale.place(moment):.1f} {y + 4:g}v{ROW_HEIGHT - 8:g}" for moment in row.moments)
+        places = _apart([scale.place(moment) for moment in row.moments])
+        moments = "".join(f"M{place:.1f} {y + 4:g}v{ROW_HEIGHT - 8:g}" for place in places)
         parts.append(f'<path class="moment" d="{moments}"/>' if moments else "")
     return svg(floor + BOTTOM, title, [*parts, *legend(kinds, has_boxes=True)])
+
+
+def _apart(places: Sequence[float]) -> list[float]:
+    """Rising places, without those too near the one before: lines side by side would hide what they stand on."""
+    kept: list[float] = []
+    for place in places:
+        if not kept or place - kept[-1] >= LEAST_APART:
+            kept.append(place)
+    return kept
 
 
 def _below(scale: Scale, floor: float) -> list[str]:

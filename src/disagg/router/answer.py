@@ -65,11 +65,12 @@ class OpenAnswer:
         texts: Sequence[str | None],
         reading: MessageReading | None = None,
         tracks: Sequence[RequestTrack] = (),
+        received_s: float | None = None,
     ) -> None:
         """Submit everything. Raises what the service raises; then nothing stays submitted.
 
         `texts` are the prompts as the client wrote them, None where it gave token ids; `reading` is how a chat's answer
-        is read; `tracks` are of the same prompts, where their times are to be noted.
+        is read; `tracks` are of the same prompts, where their times are to be noted. received_s: as of submit().
         """
         self._params = params
         self._prompts = [EchoedPrompt(each.prompt_ids, text, None) for each, text in zip(requests, texts, strict=True)]
@@ -77,7 +78,7 @@ class OpenAnswer:
         self._num_prompt_tokens = sum(len(request.prompt_ids) for request in requests)
         self._num_choices = requests[0].num_choices
         self._tracked = [choice for track in tracks for choice in track.choices]
-        self._streams = _submit_all(service, requests, tracks)
+        self._streams = _submit_all(service, requests, tracks, received_s)
         self._events: _Events = _SingleEvents(self._streams[0]) if len(self._streams) == 1 else _Merged(self._streams)
         stops = StopAutomaton(params.stop) if params.stop else None
         ends = requests[0].sampling.stop_token_ids
@@ -220,12 +221,15 @@ def _thought_counter(reading: MessageReading | None) -> ThoughtCounter | None:
 
 
 def _submit_all(
-    service: GenerationService, requests: Sequence[GenerateRequest], tracks: Sequence[RequestTrack]
+    service: GenerationService,
+    requests: Sequence[GenerateRequest],
+    tracks: Sequence[RequestTrack],
+    received_s: float | None,
 ) -> list[TokenStream]:
     streams: list[TokenStream] = []
     try:
         for number, request in enumerate(requests):
-            streams.append(service.submit(request, tracks[number] if tracks else None))
+            streams.append(service.submit(request, tracks[number] if tracks else None, received_s))
     except BaseException:
         for stream in streams:
             stream.abort()

@@ -122,9 +122,9 @@ class Generation:
         job = await loop.run_in_executor(self._text_threads, work)
         params, tokenizer = job.params, job.text.tokenizer
         self._admit(caller, job.requests)
-        requests = [_of(caller, each, received_s) for each in job.requests]
+        requests = [_of(caller, each) for each in job.requests]
         tracks = timing.open(requests) if timing is not None else ()
-        answer = OpenAnswer(self._service, requests, tokenizer, params, job.written, job.reading, tracks)
+        answer = OpenAnswer(self._service, requests, tokenizer, params, job.written, job.reading, tracks, received_s)
         is_handed_over = False
 
         async def close() -> None:
@@ -196,14 +196,9 @@ def _noted(work: Callable[[], Prepared], timing: AnswerTiming | None) -> Callabl
     return noted
 
 
-def _of(caller: Caller, request: GenerateRequest, received_s: float) -> GenerateRequest:
+def _of(caller: Caller, request: GenerateRequest) -> GenerateRequest:
     return msgspec.structs.replace(
-        request,
-        priority=caller.priority,
-        slo_class=caller.slo_class,
-        tenant=caller.name,
-        cache_salt=caller.name,
-        received_s=received_s,
+        request, priority=caller.priority, slo_class=caller.slo_class, tenant=caller.name, cache_salt=caller.name
     )
 
 

@@ -219,14 +219,16 @@ class LiveService:
 
     # --- GenerationService -------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerateRequest, track: RequestTrack | None = None) -> TokenStream:
+    def submit(
+        self, request: GenerateRequest, track: RequestTrack | None = None, received_s: float | None = None
+    ) -> TokenStream:
         now_s = time.monotonic()
         if self._log is not None:
             self._log.happened(RequestSubmitted(request), now_s)
         request_id, actions = self._dispatcher.submit(request, now_s, track)
         opened = self._dispatcher.open_request(request_id)
         path = opened.path if opened is not None else Path.MIXED
-        start_s = now_s if request.received_s is None else request.received_s
+        start_s = now_s if received_s is None else received_s
         times = StreamTimes(self._metrics, path, request.num_choices, start_s)
         stream = LiveStream(self, request_id, opened, request.num_choices, times)
         self._streams[request_id] = stream

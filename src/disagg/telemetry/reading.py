@@ -1,5 +1,6 @@
 """What a scrape of ours says: totals, rises between two looks, quantiles. Only families that are asked for are read."""
 
+import functools
 import re
 from collections.abc import Collection, Mapping
 
@@ -87,8 +88,13 @@ def read(text: str, metrics: Collection[Metric]) -> Reading:
         except ValueError:
             continue
         if inner not in labels:
-            labels[inner] = {key: _plain(value) for key, value in _LABEL.findall(inner)}
+            labels[inner] = _labels(inner)
     return Reading(values, labels)
+
+
+@functools.lru_cache(maxsize=8192)  # the next look shows nearly the same series
+def _labels(inner: str) -> Labels:
+    return {key: _plain(value) for key, value in _LABEL.findall(inner)}
 
 
 def _plain(value: str) -> str:

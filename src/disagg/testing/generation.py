@@ -15,7 +15,7 @@ from disagg.core.request import EmittedToken, FinishReason, TokenLogprobs, finis
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, StreamEvent, TokensDelivered
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import Metric
-from disagg.telemetry.track import ChoiceTrack, RequestTrack, Trip
+from disagg.telemetry.track import NUM_TIMED, ChoiceTrack, RequestTrack, Trip
 
 _TRIP = Trip(1, "mixed", "mixed_worker", is_fallback=False, decode=WorkerId("fake"))
 
@@ -153,7 +153,8 @@ class FakeTokenStream:
     def _note(self, track: ChoiceTrack, position: int, reason: FinishReason | None) -> None:
         """A service says when tokens came; workers that would say more there are none."""
         now_s = time.monotonic()
-        track.arrive(_TRIP.decode, position, 1, now_s)
+        if position < NUM_TIMED:
+            track.arrive(_TRIP.decode, position, 1, now_s)
         if reason is not None:
             track.end("finished", position + 1, now_s)
 
@@ -182,16 +183,20 @@ class FakeGenerationService:
         self.statuses = tuple(statuses)
         self.script_for = script_for
         self.streams: list[FakeTokenStream] = []
+        self.received_s: list[float | None] = []  # of each stream, as it was said
         self.submitted = asyncio.Event()
         self.counters = Counters()
 
-    def submit(self, request: GenerateRequest, track: RequestTrack | None = None) -> FakeTokenStream:
+    def submit(
+        self, request: GenerateRequest, track: RequestTrack | None = None, received_s: float | None = None
+    ) -> FakeTokenStream:
         if all(status.model != request.model for status in self.statuses):
             raise ModelNotFound(f"the model {request.model!r} has no workers", param="model")
         script = self.script_for(request)
         if script.refusal is not None:
             raise script.refusal
         stream = FakeTokenStream(RequestId(Incarnation(0xFA4E), len(self.streams)), request, script, track)
+        self.received_s.append(received_s)
         self.streams.append(stream)
         self.submitted.set()
         return stream

@@ -14,7 +14,7 @@ from disagg.bench.search import RateSearch, Trial
 from disagg.cli import launch
 from disagg.cli.bench_options import CompareOptions, LoadOptions, PhasesOptions, ReportOptions
 from disagg.cli.bench_phases import Limits, Phase, describe, phases_of, shape_of
-from disagg.cli.bench_run import limit_sentence, load_in_words, plan_of
+from disagg.cli.bench_run import limit_sentence, load_in_words, num_expected, plan_of
 from disagg.cli.main import main
 from disagg.testing.processes import MarkedProcess
 
@@ -179,3 +179,10 @@ def test_phases_are_parted_by_the_last_first_token(smollm2_path: Path) -> None:
 )
 def test_a_page_says_what_was_asked(asked: LoadOptions, words: str) -> None:
     assert load_in_words(asked) == words
+
+
+def test_progress_knows_how_many_there_will_be() -> None:
+    for more in ({"rate": 1.0}, {"clients": 3}, {"trace": "x", "requests": 100}):
+        plan = plan_of(LoadOptions(target="http://x", **more))
+        assert num_expected(plan.workload) == 100
+    assert num_expected(plan_of(LoadOptions(target="chat")).workload) == 0  # conversations end when they do

@@ -7,7 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.report.page import Section, Table, page
-from disagg.report.plots import HEIGHT, WIDTH, Bar, Mark, Series, bar_plot, line_plot, share_below, ticks
+from disagg.report.plots import (
+    HEIGHT,
+    WIDTH,
+    Bar,
+    Mark,
+    Row,
+    Series,
+    Span,
+    bar_plot,
+    line_plot,
+    share_below,
+    ticks,
+    waterfall,
+)
 
 NUMBERS = st.floats(-1e6, 1e6, allow_nan=False)
 
@@ -64,3 +77,11 @@ def test_a_page_is_whole_and_escapes_what_it_is_given() -> None:
     assert "a &amp; b" in text
     assert "prefers-color-scheme: dark" in text
     assert "http" not in text.replace("http-equiv", "")
+
+
+def test_moments_too_near_each_other_do_not_hide_their_bar() -> None:
+    every = tuple(number / 1000 for number in range(1001))
+    drawn = waterfall("t", "seconds", [Row("a", (Span(0.0, 1.0, 0),), every)], ("k",))
+    assert 100 < drawn.count("v10") < 200  # of about 480 places across
+    few = waterfall("t", "seconds", [Row("a", (Span(0.0, 1.0, 0),), (0.0, 0.5, 1.0))], ("k",))
+    assert few.count("v10") == 3
