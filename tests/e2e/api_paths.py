@@ -15,6 +15,7 @@ from disagg.testing.processes import Serve
 MODEL = "tiny-llama"
 MARKS = ("<think>", "</think>", "<tool_call>")  # each one token of the model with a long context
 MAX_OPEN = 24  # requests at once, of that model
+START_TIMEOUT_S = 240.0  # a dozen processes at once
 # "local": the decode worker reads every prompt itself.
 PATHS: Mapping[str, tuple[str, ...]] = {
     "mixed": ("--mixed", "1"),
@@ -83,7 +84,10 @@ def completion(prompt: object, **more: Any) -> Json:
 @contextmanager
 def all_paths(model: Path, *more: str) -> Iterator[Paths]:
     """Every deployment, ready, with `more` said to each of them; gone afterwards."""
-    serves = {name: Serve((str(model), *pools, *SMALL, *more)) for name, pools in PATHS.items()}
+    serves = {
+        name: Serve((str(model), *pools, *SMALL, *more), ready_timeout_s=START_TIMEOUT_S)
+        for name, pools in PATHS.items()
+    }
     with ExitStack() as stack:
         with ThreadPoolExecutor(len(serves)) as threads:  # half of a start is waiting
             list(threads.map(stack.enter_context, serves.values()))

@@ -1,7 +1,7 @@
 """Structured answers and calls of a real model, the same bodies mixed, local and disaggregated; the official client."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import httpx
@@ -9,10 +9,11 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from tests.e2e.api_paths import MODEL, Paths
-from tests.e2e.cluster import Front
+from tests.e2e.api_paths import MODEL, all_paths
+from tests.e2e.cluster import FAST_BEATS, Front
 
 from disagg.telemetry import metrics as table
+from disagg.testing.model_files import write_tiny_llama
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -51,12 +52,15 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "auto": {"tools": TOOLS, "max_tokens": 30},
     "cut short": {"response_format": DOCUMENT, "max_tokens": 5},
 }
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("long paths")]
+pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture
-def fronts(long_paths: Paths) -> Mapping[str, Front]:
-    return long_paths.fronts
+@pytest.fixture(scope="module")
+def fronts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Front]]:
+    """Tools make long prompts of a tokenizer this small."""
+    model = write_tiny_llama(tmp_path_factory.mktemp("served") / MODEL, max_context=4096)
+    with all_paths(model, *FAST_BEATS) as made:
+        yield made.fronts
 
 
 def question(name: str, **more: Any) -> dict[str, Any]:

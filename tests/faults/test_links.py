@@ -9,6 +9,7 @@ import contextlib
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,12 +30,7 @@ from disagg.telemetry.metrics import Metric
 from disagg.testing.chaos_cluster import LinkedCluster
 from disagg.testing.chaos_counters import CounterWatch
 from disagg.testing.chaos_workload import Outcome, Question, ask, draw_questions, is_same
-from disagg.testing.fault_script import (
-    Fault,
-    FaultKind,
-    FaultPlayer,
-    Target,
-)
+from disagg.testing.fault_script import Fault, FaultKind, FaultPlayer, Target
 from disagg.testing.faulty_link import WORKS, LinkFaults
 from disagg.testing.model_files import VOCAB_SIZE, write_tiny_llama
 from disagg.worker.config import WorkerConfig
@@ -146,7 +142,8 @@ class Site:
 
 
 async def _act(aim: Aim, act: Callable[[str], Awaitable[None]]) -> str | None:
-    name = await asyncio.to_thread(aim.hold)
+    with ThreadPoolExecutor(1) as threads:
+        name = await asyncio.get_running_loop().run_in_executor(threads, aim.hold)
     try:
         if name is not None:
             await act(name)
