@@ -26,7 +26,6 @@ from pathlib import Path
 import msgspec
 
 from disagg.bench.percentiles import summary
-
 from disagg.bench.traces import TRACE_FORMATS, TraceWork
 from disagg.core.errors import ConfigurationError
 from disagg.core.roles import Role
