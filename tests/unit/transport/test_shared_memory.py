@@ -11,12 +11,13 @@ import time
 
 import msgspec
 import pytest
-from tests.unit.transport.local_rigs import BIG, KEY, RAW, RawWriter, SharedMemoryRig, raw_writer, request
+from tests.unit.transport.local_rigs import BIG, KEY, RawWriter, SharedMemoryRig, raw_writer, request
 from tests.unit.transport.rigs import (
     ARENA_BYTES,
     DECODE,
     FENCE_S,
     PREFILL,
+    RAW,
     RECEIVER_INCARNATION,
     EventLog,
     write_of,

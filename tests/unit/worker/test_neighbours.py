@@ -150,14 +150,16 @@ async def test_neighbours_are_measured_once_and_what_was_found_is_told() -> None
         assert [rate.kind for rate in way.report.rates] == [TCP, SHARED]
         assert all(rate.bytes_per_s > 0 and rate.expected_bytes_per_s > 0 for rate in way.report.rates)
         assert way.decision == choose_transport(way.report.rates)
+        link = source.worker.scheduler._state.links[peer_of(target)]
+        assert link.likely_bytes_per_s == way.report.bytes_per_s  # before the first push
         assert source.worker.scheduler.counters.get(TRANSPORTS_CHOSEN, way.decision.reason.value) == 1
         await hand_over(source, target, range(4))
         source.worker.report_state()
         reported = [message for message in source.told if isinstance(message, ReportState)][-1]
-        (link,) = reported.state.links
-        assert (link.peer, link.transport) == (peer_of(target), way.kind.value)
-        assert link.measured_bytes_per_s == way.report.bytes_per_s
-        assert link.bytes_per_s > 0  # learned
+        (told,) = reported.state.links
+        assert (told.peer, told.transport) == (peer_of(target), way.kind.value)
+        assert told.measured_bytes_per_s == way.report.bytes_per_s
+        assert told.bytes_per_s == link.likely_bytes_per_s > 0  # learned
         await source.peers.examine()
         assert way_to(source, target).kind is way.kind
         assert source.worker.scheduler.counters.get(TRANSPORTS_CHOSEN, way.decision.reason.value) == 1
