@@ -134,7 +134,8 @@ def profile_of(args: argparse.Namespace, folder: Path) -> Profiled:
     if not args.profile:
         repeats, rounds = ("1", "1") if args.quick else ("3", "3")
         flags = ("--max-prompt", "512", "--max-streams", "8", "--limit-s", "30", "--num-blocks", str(NUM_BLOCKS))
-        words = ("profile", args.model, "--out", str(path), "--repeats", repeats, "--served-rounds", rounds, *flags)
+        words = ("profile", args.model, "--out", str(path), "--repeats", repeats, "--served-rounds", rounds)
+        words = (*words, *harness.STEADY_FLAGS, *flags)
         before, ours_s = harness.cpu_use(), ended_children_s()
         with MarkedProcess(words) as process:
             if process.wait(PROFILE_TIMEOUT_S) != 0:
@@ -201,7 +202,9 @@ def highest_rate(side: Side, here: Profiled, slo: Slo, seed: int) -> float:
         search.tell(rate_per_s, round(report.attainment * report.num_requests), report.num_requests)
     rate_per_s = search.limit().rate_per_s
     if not rate_per_s:
-        raise ConfigurationError(f"{side.name} attains {slo} at no rate: the profile was taken on a busy machine")
+        raise ConfigurationError(
+            f"{side.name} attains {slo} at no rate: the machine is busy, or was when it was profiled"
+        )
     return rate_per_s
 
 
@@ -269,7 +272,7 @@ def compare(side: Side, here: Profiled, slo: Slo, args: argparse.Namespace) -> l
     found: list[Compared] = []
     ids = plain_ids(args.model)
     flags = ("--local-prefill-tokens", str(LOCAL_TOKENS), "--num-blocks", str(NUM_BLOCKS))
-    with harness.serving(args.model, *side.pools, *flags) as server:
+    with harness.serving(args.model, *side.pools, *harness.STEADY_FLAGS, *flags) as server:
         machine = Machine(server, ids, here, args.seed)
         machine.speed()  # touches memory and code paths that later requests find touched
         speeds = [machine.speed()]
