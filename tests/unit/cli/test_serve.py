@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ def pid_of(process: MarkedProcess, words: str) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_it_says_how_to_try_it_and_a_signal_ends_everything(number: int) -> None:
+def test_it_says_how_to_try_it_and_a_signal_ends_everything(number: int, request: pytest.FixtureRequest) -> None:
+    # These tests may run under nohup, whose children are right to ignore SIGHUP.
+    request.addfinalizer(partial(signal.signal, number, signal.signal(number, signal.SIG_DFL)))
     with serving() as serve:
         url = re.findall(r"http://[\d.:]+", serve.wait_line("m is ready at", TIMEOUT_S))[0]
         assert f"curl {url}/v1/chat/completions" in serve.wait_line("curl", TIMEOUT_S)
