@@ -7,12 +7,8 @@ from functools import partial
 
 from tests.property.test_virtual_cluster import (
     check_answer,
-    cut,
-    drain_and_restart,
+    check_disturbed,
     draw_request,
-    hang,
-    kill_and_restart,
-    submit_and_perhaps_abort,
 )
 
 from disagg.core.roles import HandoffMode, PartialStart, Role
@@ -81,17 +77,7 @@ def test_any_fault_in_the_middle_leaves_every_answer_whole() -> None:
         rng = random.Random(50_000 + seed)
         chances = Chances(corrupt=rng.choice([0.0, 0.05]), step_failure=rng.choice([0.0, 0.0, 0.01]))
         cluster = slow_cluster(seed, rng, chances)
-        for _ in range(20):
-            cluster.time.after(rng.uniform(0, 3), partial(submit_and_perhaps_abort, cluster, rng))
-        for _ in range(rng.randint(1, 5)):
-            fault = rng.choice([kill_and_restart, hang, cut, drain_and_restart])
-            cluster.time.after(rng.uniform(0, 3), partial(fault, cluster, rng))
-        cluster.time.run_for(4.0)
-        cluster.time.run(until=lambda cluster=cluster: cluster.are_all_over)  # type: ignore[misc]
-        for request_id, answer in cluster.answers.items():
-            assert answer.error is None, f"seed {seed}: {answer.error}\n{cluster.time.story()}"
-            check_answer(cluster, request_id, answer)
-        cluster.check_nothing_left()
+        check_disturbed(cluster, rng, f"seed {seed}")
         seen += outcomes(cluster)
     assert seen[PartialOutcome.FINISHED.value] >= NUM_DISTURBED // 4, seen
     assert seen[PartialOutcome.DROPPED.value] > 0, seen

@@ -97,6 +97,21 @@ def test_any_fault_leaves_every_answer_whole(seed: int) -> None:
     cluster.check_nothing_left()
 
 
+def check_disturbed(cluster: VirtualCluster, rng: random.Random, name: str) -> None:
+    """20 requests while workers die, hang, drain and lose touch: every answer is whole, and nothing is left."""
+    for _ in range(20):
+        cluster.time.after(rng.uniform(0, 3), partial(submit_and_perhaps_abort, cluster, rng))
+    for _ in range(rng.randint(1, 5)):
+        fault = rng.choice([kill_and_restart, hang, cut, drain_and_restart])
+        cluster.time.after(rng.uniform(0, 3), partial(fault, cluster, rng))
+    cluster.time.run_for(4.0)
+    cluster.time.run(until=lambda: cluster.are_all_over)
+    for request_id, answer in cluster.answers.items():
+        assert answer.error is None, f"{name}: {answer.error}\n{cluster.time.story()}"
+        check_answer(cluster, request_id, answer)
+    cluster.check_nothing_left()
+
+
 def submit_and_perhaps_abort(cluster: VirtualCluster, rng: random.Random) -> None:
     request_id = cluster.submit(draw_request(rng))
 
