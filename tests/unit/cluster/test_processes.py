@@ -17,7 +17,8 @@ PORT = (
     "import os, socket; s = socket.create_server(('127.0.0.1', 0)); print('up', flush=True);"
     "p = os.fork();" + WAIT  # the child of the fork keeps the port
 )
-SHARED = "open(f'/dev/shm/disagg-test-{__import__(\"os\").getpid()}', 'w')"
+# Found by the number: a name with the project's own in it would alarm every test that runs beside this one.
+SHARED = "open(f'/dev/shm/left-{__import__(\"os\").getpid()}', 'w')"
 TEMPORARY = "import os; open(os.environ['TMPDIR'] + '/left', 'w')"
 
 
@@ -26,7 +27,7 @@ def python(code: str) -> MarkedProcess:
 
 
 def remove_shared() -> None:
-    for path in Path("/dev/shm").glob("disagg-test-*"):
+    for path in Path("/dev/shm").glob("left-*"):
         path.unlink()
 
 
@@ -35,7 +36,7 @@ def remove_shared() -> None:
     [
         (ORPHAN, "the end of every process", lambda: None),
         (TEMPORARY, "temporary files left: .*/left", lambda: None),
-        (SHARED, "entries left in /dev/shm: .*disagg-test-", remove_shared),
+        (SHARED, "entries left in /dev/shm: .*left-", remove_shared),
     ],
     ids=["orphan", "temporary file", "shared memory"],
 )
