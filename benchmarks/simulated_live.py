@@ -1,6 +1,6 @@
 """The simulator beside our own live system: the same requests, asked here and played in virtual time.
 
-    python benchmarks/simulated_live.py [--seconds 35] [--profile FILE] [--quick]
+    python benchmarks/simulated_live.py [--seconds 35] [--profile FILE] [--paced] [--quick]
 
 1. `disagg profile --served-rounds` times steps, a lone client, and workers beside busy neighbours on this machine
    (--profile: one that was written before). Nothing of what is compared goes into it.
@@ -10,6 +10,9 @@
 4. Before and after each load a lone client asks a few prompts of the same server. A machine that is shared with others
    is not as fast now as when it was profiled: the simulated one is as fast as those lone answers were, and there is no
    verdict where they changed by more than 10 % from before to after the load.
+
+--paced serves and profiles on a device whose speed holds still (see paced.py): all is there but the machine's own moods,
+which on a shared one are larger than what is compared. How many steps were too late for their pace is printed.
 
 Router and client have no core of their own: what they take of the workers' cores is printed. Target: 10 %.
 """
@@ -29,6 +32,7 @@ from typing import NamedTuple
 import msgspec
 
 import harness
+import paced
 from disagg.bench.arrivals import EvenArrivals, PoissonArrivals
 from disagg.bench.client import Api
 from disagg.bench.measure import LoadPlan, LoadResult, Target, measure
@@ -135,9 +139,9 @@ def profile_of(args: argparse.Namespace, folder: Path) -> Profiled:
         repeats, rounds = ("1", "1") if args.quick else ("3", "3")
         flags = ("--max-prompt", "512", "--max-streams", "8", "--limit-s", "30", "--num-blocks", str(NUM_BLOCKS))
         words = ("profile", args.model, "--out", str(path), "--repeats", repeats, "--served-rounds", rounds)
-        words = (*words, *harness.STEADY_FLAGS, *flags)
+        words = (*words, *args.device.flags, *flags)
         before, ours_s = harness.cpu_use(), ended_children_s()
-        with MarkedProcess(words) as process:
+        with MarkedProcess(words, program=args.device.program) as process:
             if process.wait(PROFILE_TIMEOUT_S) != 0:
                 raise ConfigurationError(f"disagg profile failed: {process.output}")
             print("\n".join(f"  {line}" for line in process.lines[-4:]), flush=True)
@@ -272,7 +276,8 @@ def compare(side: Side, here: Profiled, slo: Slo, args: argparse.Namespace) -> l
     found: list[Compared] = []
     ids = plain_ids(args.model)
     flags = ("--local-prefill-tokens", str(LOCAL_TOKENS), "--num-blocks", str(NUM_BLOCKS))
-    with harness.serving(args.model, *side.pools, *harness.STEADY_FLAGS, *flags) as server:
+    words = (args.model, *side.pools, *args.device.flags, *flags)
+    with harness.serving(*words, program=args.device.program) as server:
         machine = Machine(server, ids, here, args.seed)
         machine.speed()  # touches memory and code paths that later requests find touched
         speeds = [machine.speed()]
@@ -334,17 +339,23 @@ def main() -> int:
     parser = harness.options(__doc__, rounds=1)
     parser.add_argument("--seconds", type=float, default=35.0, help="of each load")
     parser.add_argument("--profile", default="", help="a profile with served times, instead of a new one")
+    paced.add_option(parser)
     args = parser.parse_args()
     args.loads = LOADS
+    args.device = paced.device(args)
     if args.quick:
         args.seconds, args.loads = min(args.seconds, 8.0), LOADS[1:2]
     print(harness.heading(args), f" {args.seconds:g} s a load", flush=True)
     try:
         with tempfile.TemporaryDirectory() as folder:
+            late_path = Path(folder) / "late"
+            os.environ[paced.LATE_FILE] = str(late_path)
             here = profile_of(args, Path(folder))
-        slo = slo_of(here.serving)
-        print(f"targets: TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s", flush=True)
-        found = [each for side in SIDES for each in compare(side, here, slo, args)]
+            slo = slo_of(here.serving)
+            print(f"targets: TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s", flush=True)
+            found = [each for side in SIDES for each in compare(side, here, slo, args)]
+            if args.paced:
+                print(f"\n{paced.late_steps(late_path)}")
     except ConfigurationError as error:
         print(error, file=sys.stderr)
         return 2
