@@ -19,8 +19,8 @@ Where the wire takes less time than the prompt, token 2 is to come within 5 % an
 where it takes longer, nothing but the link is to be waited for: line use. The wire's own time is what the link's rate
 says, on one host what the worker has learned.
 
---paced: on a device whose speed holds still (paced.py). All is there but the moods of a shared machine, which are larger
-than 5 %; and, as with a GPU, the host's cores have time for the hand-off beside a step.
+--paced: on a device whose speed holds still (paced.py). All is there but the moods of a shared machine, which are
+larger than 5 %; and, as with a GPU, the host's cores have time for the hand-off beside a step.
 """
 
 import argparse

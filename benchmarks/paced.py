@@ -1,4 +1,4 @@
-"""`disagg` on a device whose speed holds still: `python benchmarks/paced.py serve ...`, `... profile ...`, or any other.
+"""`disagg` on a device whose speed holds still: `python benchmarks/paced.py serve ...`, or any other of its commands.
 
 Every step of every engine is computed as always, and then lasts as long as `PACE` says for what it computes, its layers
 evenly spread over that time. So the served system is all there, processes, scheduler, hand-off and bytes, while a
@@ -7,15 +7,17 @@ Steps that came too late are counted: each is a line of the file that $DISAGG_PA
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
-from disagg.cli import profile_run, profile_served, serve
 from disagg.cli.main import main
+from disagg.cli.serve import run_serve
 from disagg.cluster.local import PROGRAM
 from disagg.core.grammar import GrammarSpec
 from disagg.core.ids import HandoffId
@@ -25,7 +27,7 @@ from disagg.policy.step_time import StepCosts
 from disagg.scheduler.engine import Engine, OnLayers, StepPlan, StepResult
 from disagg.sim.hardware.fitted import learned_shape
 from disagg.sim.worker import shape_of
-from disagg.worker import process
+from disagg.testing.processes import Serve
 from disagg.worker.config import WorkerConfig
 from disagg.worker.engines import LoadedEngine, load_engine
 
@@ -111,7 +113,7 @@ def late_steps(path: Path) -> str:
     late_s = sum(float(line.split()[0]) for line in lines)
     step_s = sum(float(line.split()[1]) for line in lines)
     share = late_s / step_s if lines else 0.0
-    return f"{len(lines)} steps were later than their pace, in all by {late_s:.2f} s, {share:.0%} of what they were to take"
+    return f"{len(lines)} steps were late, in all by {late_s:.2f} s, {share:.0%} of what they were to take"
 
 
 def load_paced(config: WorkerConfig, path: Path) -> LoadedEngine:
@@ -120,8 +122,10 @@ def load_paced(config: WorkerConfig, path: Path) -> LoadedEngine:
 
 
 if __name__ == "__main__":
-    process.load_engine = profile_run.load_engine = load_paced
-    # Whatever these start is this program too.
-    serve.run_serve = functools.partial(serve.run_serve, program=PACED.program)
-    profile_served.Serve = functools.partial(profile_served.Serve, program=PACED.program)
-    main()
+    with contextlib.ExitStack() as stack:
+        for place in ("worker.process", "cli.profile_run"):
+            stack.enter_context(mock.patch(f"disagg.{place}.load_engine", load_paced))
+        # Whatever these start is this program too.
+        for place, start in (("serve.run_serve", run_serve), ("profile_served.Serve", Serve)):
+            stack.enter_context(mock.patch(f"disagg.cli.{place}", functools.partial(start, program=PACED.program)))
+        main()

@@ -11,8 +11,8 @@
    is not as fast now as when it was profiled: the simulated one is as fast as those lone answers were, and there is no
    verdict where they changed by more than 10 % from before to after the load.
 
---paced serves and profiles on a device whose speed holds still (see paced.py): all is there but the machine's own moods,
-which on a shared one are larger than what is compared. How many steps were too late for their pace is printed.
+--paced serves and profiles on a device whose speed holds still (see paced.py): all is there but the machine's own
+moods, which on a shared one are larger than what is compared. How many steps were late is printed.
 
 Router and client have no core of their own: what they take of the workers' cores is printed. Target: 10 %.
 """
