@@ -290,14 +290,14 @@ class OfferReservation(msgspec.Struct, frozen=True, array_like=True, tag="offer_
 
 
 class FinishPrefill(msgspec.Struct, frozen=True, array_like=True, tag="finish_prefill"):
-    """Source to destination: the prompt is computed; here is the first token. None for a prefix hand-off.
+    """Source to destination: the prompt is computed; here is the first token.
 
     bytes_per_s: what the source has learned of its link to the destination, or has measured before; 0: neither.
     """
 
     handoff_id: HandoffId
     fence: Fence
-    first_token: EmittedToken | None
+    first_token: EmittedToken
     bytes_per_s: float = 0.0
 
 

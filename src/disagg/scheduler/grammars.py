@@ -5,13 +5,10 @@ _on_start -> PrepareGrammar -> (engine, beside its steps) -> GrammarPrepared -> 
 
 from disagg.core.errors import Failure, FailureKind, InternalFault
 from disagg.core.ids import HandoffId
-from disagg.core.roles import Task
 from disagg.scheduler.actions import PrepareGrammar
 from disagg.scheduler.events import GrammarPrepared
 from disagg.scheduler.sequence import Sequence
 from disagg.scheduler.state import SchedulerState
-
-_SAMPLES = (Task.WHOLE, Task.PREFILL, Task.DECODE)
 
 
 class Grammars:
@@ -24,7 +21,7 @@ class Grammars:
     def ask(self, sequence: Sequence) -> None:
         """Called once for each sequence that was added."""
         grammar = sequence.spec.sampling.grammar
-        if grammar is not None and sequence.task in _SAMPLES:
+        if grammar is not None:
             sequence.grammar_until_s = self._state.now_s + self._state.config.grammar_timeout_s
             self._waiting[sequence.attempt_id] = sequence
             self._state.act(PrepareGrammar(sequence.attempt_id, grammar, tuple(sequence.answer_ids)))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
+from disagg.core.roles import Task
 from disagg.protocol.handoff import SourceState
 from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.messages import (
@@ -20,7 +21,6 @@ from disagg.scheduler.leases import LEASED_SOURCE, End, leased_end
 from disagg.scheduler.receiving import Receiving
 from disagg.scheduler.sending import Sending
 from disagg.scheduler.sequence import Sequence
-from disagg.scheduler.sequence_table import RECEIVES, SENDS
 from disagg.scheduler.state import SchedulerState
 
 # A source that still queues holds nothing, but its destination expects to hear of it.
@@ -97,7 +97,7 @@ class Handoffs:
     def _has_to_renew(self) -> bool:
         """Whether there is an end that the other one is to hear of now and then."""
         table = self._state.table
-        if table.asking or table.has_waiting(SENDS) or table.has_waiting(RECEIVES):
+        if table.asking or table.waiting(Task.PREFILL) or table.waiting(Task.DECODE):
             return True
         for sequence in table.in_state(SequenceState.PREFILLING, SequenceState.RECEIVING, SequenceState.HANDING_OFF):
             if _renewing_end(sequence) is not None:

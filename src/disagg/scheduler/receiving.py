@@ -3,7 +3,7 @@
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
 from disagg.core.request import EmittedToken
-from disagg.core.roles import FirstToken, PartialStart, Task
+from disagg.core.roles import FirstToken, PartialStart
 from disagg.kvcache.conversion import shared_heads
 from disagg.policy.partial_start import PartialOutcome
 from disagg.protocol.handoff import DestinationState, DestinationTrigger
@@ -49,7 +49,7 @@ class Receiving:
         elif destination.state is not DestinationState.EXPECTED:
             text = f"hand-off {message.handoff_id} is {destination.state.value} here"
             answer = self._refuse(message, FailureKind.CANCELLED, text)
-        elif not self._is_offer_right(sequence, message.num_tokens):
+        elif message.num_tokens != sequence.num_to_read:
             text = f"{message.num_tokens} tokens offered, the sequence has {sequence.num_to_read}"
             answer = self._refuse(message, FailureKind.INVALID_REQUEST, text)
         else:
@@ -57,12 +57,6 @@ class Receiving:
         if answer.failure is not None:
             self._state.counters.add(RESERVATIONS_REFUSED, label=answer.failure.kind.value)
         self._state.tell(peer, answer)
-
-    def _is_offer_right(self, sequence: Sequence, num_tokens: int) -> bool:
-        """A part of a prefix is welcome in the index; what is decoded from must be whole."""
-        if sequence.task is Task.RECEIVE_PREFIX:
-            return 0 < num_tokens <= sequence.num_to_read
-        return num_tokens == sequence.num_to_read
 
     def _refuse(self, message: RequestReservation, kind: FailureKind, text: str) -> AnswerReservation:
         config = self._state.config
@@ -77,11 +71,11 @@ class Receiving:
         hashes = state.extend_hashes(sequence, num_tokens)
         allocation = None
         if self._may_have_blocks(sequence):
-            to_hold = self._num_to_hold(sequence, num_tokens)
+            to_hold = sequence.num_tokens_to_hold(config.answer_headroom)
             allocation = state.cache.try_reserve(hashes, num_tokens, to_hold, state.num_spare_blocks)
         if allocation is None:
             state.refuse(sequence)
-            self._offers.refuse(sequence, destination, num_tokens)
+            self._offers.refuse(sequence, destination)
             text = f"{state.cache.num_available} of {config.num_blocks} blocks are free or cached now"
             return self._refuse(message, FailureKind.OVERLOADED, text)
         first_missing = min(allocation.num_cached * state.cache.block_size, num_tokens)
@@ -107,10 +101,6 @@ class Receiving:
         """Whether it may have blocks if there are any."""
         return not self._state.is_full() and not self._state.would_overtake(sequence)
 
-    def _num_to_hold(self, sequence: Sequence, num_tokens: int) -> int:
-        """Tokens that need room when so many are received."""
-        return sequence.num_tokens_to_hold(self._state.config.answer_headroom) if sequence.writes_answer else num_tokens
-
     def offer_room(self) -> None:
         """Tell the source of the oldest refused hand-off once that fits; those behind it wait."""
         state = self._state
@@ -118,9 +108,8 @@ class Receiving:
         destination = sequence.destination if sequence is not None else None
         if sequence is None or destination is None or not self._may_have_blocks(sequence):
             return
-        num_tokens = destination.num_awaited
-        to_hold = self._num_to_hold(sequence, num_tokens)
-        if state.cache.can_reserve(sequence.hashes, num_tokens, to_hold, state.num_spare_blocks):
+        to_hold = sequence.num_tokens_to_hold(state.config.answer_headroom)
+        if state.cache.can_reserve(sequence.hashes, sequence.num_to_read, to_hold, state.num_spare_blocks):
             self._offers.tell(sequence, destination, state.now_s + state.config.retry_s)
             state.tell(destination.peer, OfferReservation(destination.handoff_id, destination.fence))
 
@@ -166,9 +155,7 @@ class Receiving:
             failure = Failure(FailureKind.CANCELLED, f"hand-off {message.handoff_id} is not known here")
             self._state.tell(peer, CancelHandoff(message.handoff_id, message.fence, failure))
 
-    def _is_first_token_right(self, sequence: Sequence, token: EmittedToken | None) -> bool:
-        if sequence.task is Task.RECEIVE_PREFIX or token is None:
-            return (token is None) == (sequence.task is Task.RECEIVE_PREFIX)
+    def _is_first_token_right(self, sequence: Sequence, token: EmittedToken) -> bool:
         return token.sequence_id == sequence.sequence_id and token.position == len(sequence.answer_ids)
 
     def on_grant_fenced(self, event: GrantFenced) -> None:
@@ -190,9 +177,10 @@ class Receiving:
             self._state.act(RevokeGrant(destination.grant_key))
 
     def _take_over(self, sequence: Sequence, destination: HandoffDestination) -> None:
-        """The KV is ours: decode from here, or keep it for the prefix index."""
-        state, allocation = self._state, destination.allocation
+        """The KV is ours: decode from here."""
+        state, allocation, first_token = self._state, destination.allocation, destination.first_token
         assert allocation is not None
+        assert first_token is not None
         state.cache.confirm(allocation)
         sequence.blocks = allocation.blocks
         sequence.num_computed = destination.num_tokens
@@ -204,13 +192,10 @@ class Receiving:
         else:
             sequence.blocks = state.cache.commit_shared(sequence.hashes, sequence.blocks, sequence.num_committed)
         sequence.num_committed = len(sequence.hashes)
-        if sequence.task is Task.RECEIVE_PREFIX or destination.first_token is None:
-            state.finish(sequence)
-            return
         state.move(sequence, SequenceTrigger.KV_COMPLETE)
-        sequence.answer_ids.append(destination.first_token.token_id)
+        sequence.answer_ids.append(first_token.token_id)
         is_over = sequence.finish_reason() is not None
-        self._tell_first_token(sequence, destination.first_token, is_last=is_over)
+        self._tell_first_token(sequence, first_token, is_last=is_over)
         if sequence.partial is None:
             state.counters.add(PARTIAL_STARTS, label=self._why_whole(destination, is_over=is_over).value)
         if is_over:

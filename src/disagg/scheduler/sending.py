@@ -9,7 +9,7 @@ import msgspec
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
 from disagg.core.request import EmittedToken
-from disagg.core.roles import HandoffMode, Task
+from disagg.core.roles import HandoffMode
 from disagg.protocol.handoff import CAPABILITY_BYTES, SourceState, SourceTrigger, decode_grant_key
 from disagg.protocol.lifecycle import SequenceTrigger
 from disagg.protocol.messages import (
@@ -43,15 +43,7 @@ class Sending:
         state, cache = self._state, self._state.cache
         num_tokens = sequence.num_to_read
         hashes = state.extend_hashes(sequence, num_tokens)
-        max_cached = sequence.max_cached_tokens
-        if sequence.task is Task.SEND_PREFIX:
-            max_cached = num_tokens = cache.num_matching_tokens(hashes, num_tokens)
-            if num_tokens == 0:
-                state.fail(sequence, Failure(FailureKind.CANCELLED, "no full block of this prefix is cached here"))
-                return True
-            sequence.num_to_read = num_tokens
-            del hashes[num_tokens // cache.block_size :]
-        allocation = cache.try_allocate(hashes, max_cached, num_tokens)
+        allocation = cache.try_allocate(hashes, sequence.max_cached_tokens, num_tokens)
         if allocation is None:
             return False
         state.table.set_blocks(sequence, allocation.blocks)
@@ -75,6 +67,7 @@ class Sending:
         self._state.tell(source.peer, request)
 
     def _tell_finish(self, source: HandoffSource) -> None:
+        assert source.first_token is not None  # known since its prefill finished
         link = self._state.links.get(source.peer)
         bytes_per_s = link.likely_bytes_per_s if link is not None else 0.0
         self._state.tell(source.peer, FinishPrefill(source.handoff_id, source.fence, source.first_token, bytes_per_s))
@@ -89,10 +82,10 @@ class Sending:
             if source is not None and source.state is SourceState.OPEN:
                 self._push(source, source.push_layers(sequence.blocks, start, stop, event.num_layers, min_bytes))
 
-    def finish_prefill(self, sequence: Sequence, source: HandoffSource, first_token: EmittedToken | None) -> None:
+    def finish_prefill(self, sequence: Sequence, source: HandoffSource, first_token: EmittedToken) -> None:
         """All is computed: send what is still to send, and the first token."""
         config = self._state.config
-        if config.handoff_mode is HandoffMode.SYNC and sequence.task is Task.PREFILL:
+        if config.handoff_mode is HandoffMode.SYNC:
             self._push(source, source.push_computed(sequence.blocks, sequence.num_computed, config.max_push_bytes))
         source.first_token = first_token
         source.machine.fire(SourceTrigger.PREFILL_FINISHED)
@@ -152,10 +145,8 @@ class Sending:
         state.stages.enter(sequence, Stage.PREFILL_QUEUE, state.now_s)
         sequence.num_computed = sequence.num_cached
         state.count_lookup(sequence)
-        if state.config.handoff_mode is HandoffMode.LAYERWISE or sequence.task is Task.SEND_PREFIX:
+        if state.config.handoff_mode is HandoffMode.LAYERWISE:
             self._push(source, source.push_computed(sequence.blocks, sequence.num_cached, state.config.max_push_bytes))
-        if sequence.task is Task.SEND_PREFIX:
-            self.finish_prefill(sequence, source, None)
 
     def _flaw(self, sequence: Sequence, source: HandoffSource, message: AnswerReservation) -> str:
         """What is wrong with a grant; "" when it can be used. Peers are other programs."""

@@ -144,7 +144,7 @@ class Sequence:
     def reads_here(self) -> bool:
         """Whether a prompt is still to be computed on this worker."""
         is_open = self.state in (SequenceState.WAITING, SequenceState.PREFILLING)
-        return is_open and self.task not in (Task.DECODE, Task.RECEIVE_PREFIX)
+        return is_open and self.task is not Task.DECODE
 
     @property
     def prompt_work(self) -> PromptWork:
@@ -171,9 +171,7 @@ class Sequence:
         return self.task in (Task.WHOLE, Task.DECODE)
 
     def num_tokens_to_hold(self, headroom: int) -> int:
-        """Tokens that need room at the start: what is to be read, and `headroom` of an answer written here."""
-        if not self.writes_answer:
-            return self.num_to_read
+        """Tokens that need room at the start where its answer is written: what is to be read, and `headroom` more."""
         return min(self.spec.max_total_tokens, self.num_to_read + headroom)
 
     def finish_reason(self) -> FinishReason | None:

@@ -44,7 +44,7 @@ def receiving(**more: object) -> Solo:
     return solo
 
 
-def finish(token: EmittedToken | None = TOKEN) -> FinishPrefill:
+def finish(token: EmittedToken = TOKEN) -> FinishPrefill:
     return FinishPrefill(handoff(0), Fence(PEER_INCARNATION, Incarnation(11), 1), token)
 
 
@@ -68,16 +68,6 @@ def test_an_offer_of_another_length_than_the_prompts_is_refused_for_good(num_tok
     assert failure is not None
     assert failure.kind is FailureKind.INVALID_REQUEST
     assert f"{num_tokens} tokens offered, the sequence has 10" in failure.message
-
-
-@pytest.mark.parametrize(("num_tokens", "is_taken"), [(0, False), (8, True), (10, True), (11, False)])
-def test_a_part_of_a_prefix_is_welcome_in_the_index(num_tokens: int, is_taken: bool) -> None:
-    solo = destination()
-    solo.start(0, Task.RECEIVE_PREFIX, PROMPT)
-    answer = ask(solo, num_tokens=num_tokens)
-    assert (answer.failure is None) is is_taken
-    if answer.failure is not None:
-        assert answer.failure.kind is FailureKind.INVALID_REQUEST
 
 
 @pytest.mark.parametrize(
@@ -243,8 +233,8 @@ def test_receivers_count_against_the_number_of_running_sequences() -> None:
     assert failure.kind is FailureKind.OVERLOADED
 
 
-@pytest.mark.parametrize("token", [None, EmittedToken(sequence_id(0), 1, 42), EmittedToken(sequence_id(1), 0, 42)])
-def test_a_finish_without_the_right_first_token_is_the_peers_fault(token: EmittedToken | None) -> None:
+@pytest.mark.parametrize("token", [EmittedToken(sequence_id(0), 1, 42), EmittedToken(sequence_id(1), 0, 42)])
+def test_a_finish_without_the_right_first_token_is_the_peers_fault(token: EmittedToken) -> None:
     solo = receiving()
     land(solo, Span(0, 10, 0, 3))
     actions = solo.hear(finish(token))
