@@ -12,15 +12,14 @@ from disagg.core.ids import Incarnation, SequenceId, WorkerId
 from disagg.core.request import EmittedToken
 from disagg.core.roles import Numerics, Role
 from disagg.core.spans import KvLayout
+from disagg.protocol.cards import PoolCard, WorkerCard
 from disagg.protocol.messages import (
     AbortSequence,
     EmitTokens,
-    PoolCard,
     RegisterWorker,
     ReportState,
     RouterToWorker,
     StartSequence,
-    WorkerCard,
     WorkerState,
 )
 from disagg.testing.model_files import VOCAB_SIZE

@@ -33,6 +33,7 @@ from disagg.core.roles import Numerics, Role, Task
 from disagg.core.spans import Span
 from disagg.kvcache.segments import block_segments, span_segments
 from disagg.policy.batching import StepBudget
+from disagg.protocol.cards import PoolCard, WorkerCard
 from disagg.protocol.handoff import GrantKey, decode_grant_key
 from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.messages import (
@@ -40,12 +41,10 @@ from disagg.protocol.messages import (
     AnswerReservation,
     CancelHandoff,
     FinishPrefill,
-    PoolCard,
     RequestPairing,
     RequestReservation,
     StartSequence,
     TakeHandoff,
-    WorkerCard,
     WorkerToWorker,
 )
 from disagg.scheduler import events

@@ -36,12 +36,12 @@ from disagg.core.errors import FailureKind, Unavailable
 from disagg.core.ids import Incarnation
 from disagg.core.roles import HandoffMode, Role, Task
 from disagg.dispatch.stream import GenerateRequest
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.messages import (
     AnswerRegistration,
     AnswerReservation,
     RegisterWorker,
     RequestReservation,
-    WorkerCard,
     WorkerToRouter,
 )
 from disagg.telemetry import metrics as table

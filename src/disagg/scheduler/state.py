@@ -14,9 +14,10 @@ from disagg.policy.fairness import TenantService
 from disagg.policy.link_rate import LinkRate
 from disagg.policy.partial_start import PartialOutcome
 from disagg.policy.step_time import StepTimes
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.handoff import DestinationState, DestinationTrigger, SourceState, SourceTrigger
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
-from disagg.protocol.messages import CancelHandoff, ReportFailure, WorkerCard, WorkerToWorker
+from disagg.protocol.messages import CancelHandoff, ReportFailure, WorkerToWorker
 from disagg.scheduler.actions import Action, RevokeGrant, SendToPeer, SendToRouter, StopPushes
 from disagg.scheduler.begun_steps import BegunSteps
 from disagg.scheduler.config import SchedulerConfig

@@ -28,6 +28,7 @@ from disagg.core.errors import (
     ProtocolViolation,
 )
 from disagg.core.ids import WorkerId
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.messages import (
     AnnouncePeers,
     AnswerExamination,
@@ -40,7 +41,6 @@ from disagg.protocol.messages import (
     RequestExamination,
     RequestPairing,
     RouterToWorker,
-    WorkerCard,
     WorkerToWorker,
 )
 from disagg.protocol.pairing import pairing_failure

@@ -16,7 +16,8 @@ import msgspec
 from disagg.core.endpoints import TransportKind
 from disagg.core.errors import DisaggError, Failure, FailureKind, InternalFault, InvalidRequest
 from disagg.core.ids import WorkerId
-from disagg.protocol.messages import LinkState, ReportState, WorkerCard, WorkerState, WorkerToRouter, WorkerToWorker
+from disagg.protocol.cards import WorkerCard
+from disagg.protocol.messages import LinkState, ReportState, WorkerState, WorkerToRouter, WorkerToWorker
 from disagg.scheduler.actions import (
     Action,
     OpenGrant,

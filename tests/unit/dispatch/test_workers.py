@@ -7,12 +7,12 @@ from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import WorkerId
 from disagg.core.roles import Role, Task
 from disagg.dispatch.actions import RefuseWorker, SendToWorker
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.messages import (
     AnnouncePeers,
     AnswerRegistration,
     ReportState,
     StartSequence,
-    WorkerCard,
     WorkerState,
 )
 from disagg.telemetry.metrics import MESSAGES_IGNORED, MOVES
