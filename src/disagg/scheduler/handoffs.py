@@ -17,6 +17,7 @@ from disagg.protocol.messages import (
     TakeHandoff,
     WorkerToWorker,
 )
+from disagg.scheduler.closing import Closing
 from disagg.scheduler.leases import LEASED_SOURCE, End, leased_end
 from disagg.scheduler.receiving import Receiving
 from disagg.scheduler.sending import Sending
@@ -37,10 +38,11 @@ _STATES_WITH_PEER = (
 class Handoffs:
     """Both sides, and what belongs to both."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, closing: Closing) -> None:
         self._state = state
-        self.sending = Sending(state)
-        self.receiving = Receiving(state)
+        self._closing = closing
+        self.sending = Sending(state, closing)
+        self.receiving = Receiving(state, closing)
         self._renew_at_s = 0.0
         self._on_message: dict[type, Callable[..., None]] = {
             RequestReservation: self.receiving.on_request_reservation,
@@ -74,7 +76,7 @@ class Handoffs:
             leased = leased_end(sequence)
             if leased is not None:
                 text = f"nothing was heard of hand-off {handoff_id} from {leased.peer} for {state.config.lease_s} s"
-                state.fail(sequence, Failure(FailureKind.LEASE_EXPIRED, text))
+                self._closing.fail(sequence, Failure(FailureKind.LEASE_EXPIRED, text))
         if state.now_s < self._renew_at_s:
             return
         by_peer: dict[WorkerId, list[HandoffId]] = {}
@@ -112,7 +114,7 @@ class Handoffs:
         elif not (sequence.is_live and sequence.needs_peer):
             self._state.ignore(message)  # dropped already, or ours by now
         else:
-            self._state.fail(sequence, message.failure)
+            self._closing.fail(sequence, message.failure)
 
     def _on_renew_leases(self, peer: WorkerId, message: RenewLeases) -> None:
         for handoff_id in message.handoff_ids:

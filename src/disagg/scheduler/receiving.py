@@ -17,6 +17,7 @@ from disagg.protocol.messages import (
     TakeHandoff,
 )
 from disagg.scheduler.actions import OpenGrant, RevokeGrant
+from disagg.scheduler.closing import Closing
 from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.events import GrantFenced, WriteLanded
 from disagg.scheduler.room_offers import RoomOffers
@@ -35,8 +36,9 @@ from disagg.telemetry.stages import Stage
 class Receiving:
     """Every hand-off that comes to this worker."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, closing: Closing) -> None:
         self._state = state
+        self._closing = closing
         self._offers = RoomOffers(state.sequences)
 
     def on_request_reservation(self, peer: WorkerId, message: RequestReservation) -> None:
@@ -140,7 +142,7 @@ class Receiving:
             return
         if not self._is_first_token_right(sequence, message.first_token):
             text = f"{peer} finished with the token {message.first_token}, which is not the next of this answer"
-            self._state.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, text))
+            self._closing.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, text))
             return
         destination.finish_prefill(message)
         self._state.stages.enter(sequence, Stage.TRANSFER, self._state.now_s)
@@ -168,7 +170,7 @@ class Receiving:
             destination.machine.fire(DestinationTrigger.GRANT_FENCED)
             self._take_over(sequence, destination)
         else:
-            self._state.fence_given_up(sequence, destination)
+            self._closing.fence_given_up(sequence, destination)
 
     def _complete_if_all_here(self, destination: HandoffDestination) -> None:
         if destination.is_all_here:
@@ -199,7 +201,7 @@ class Receiving:
         if sequence.partial is None:
             state.counters.add(PARTIAL_STARTS, label=self._why_whole(destination, is_over=is_over).value)
         if is_over:
-            state.finish(sequence)
+            self._closing.finish(sequence)
 
     def _tell_first_token(self, sequence: Sequence, token: EmittedToken, *, is_last: bool) -> None:
         """The source may have sent it to the router too; should the source die, ours still arrives. Positions tell

@@ -31,6 +31,7 @@ from disagg.protocol.messages import (
     WorkerState,
 )
 from disagg.scheduler.actions import Action, SendToRouter
+from disagg.scheduler.closing import Closing
 from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.events import (
@@ -72,9 +73,10 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._state = SchedulerState(config)
-        self._handoffs = Handoffs(self._state)
-        self._grammars = Grammars(self._state)
-        self._steps = Steps(self._state, self._handoffs.sending)
+        self._closing = Closing(self._state)
+        self._handoffs = Handoffs(self._state, self._closing)
+        self._grammars = Grammars(self._state, self._closing)
+        self._steps = Steps(self._state, self._closing, self._handoffs.sending)
         self._next_arrival = 0
         self._handlers: dict[type, Callable[..., None]] = {
             RouterMessageReceived: self._on_router_message,
@@ -192,14 +194,14 @@ class Scheduler:
         if sequence is None or sequence.attempt > message.attempt:
             self._state.ignore(message)
         else:
-            self._state.drop(sequence, Failure(FailureKind.CANCELLED, message.reason))
+            self._closing.drop(sequence, Failure(FailureKind.CANCELLED, message.reason))
 
     def _on_drain(self, event: DrainRequested) -> None:
         self._state.is_draining = True
 
     def _on_router_lost(self, event: RouterLost) -> None:
         for sequence in list(self._state.sequences.values()):
-            self._state.drop(sequence, Failure(FailureKind.CANCELLED, "the router has gone"))
+            self._closing.drop(sequence, Failure(FailureKind.CANCELLED, "the router has gone"))
 
     def _on_peer_paired(self, event: PeerPaired) -> None:
         self._state.peers[event.card.worker_id] = event.card
@@ -217,7 +219,7 @@ class Scheduler:
         for sequence in list(self._state.sequences.values()):
             end = sequence.source or sequence.destination
             if end is not None and end.peer == event.peer and sequence.needs_peer:
-                self._state.fail(sequence, failure)
+                self._closing.fail(sequence, failure)
 
     def _on_start(self, message: StartSequence) -> None:
         attempt_id = HandoffId(message.spec.sequence_id, message.attempt)
@@ -226,7 +228,7 @@ class Scheduler:
             self._state.ignore(message)
             return
         if older is not None:
-            self._state.drop(older, Failure(FailureKind.CANCELLED, f"replaced by attempt {message.attempt}"))
+            self._closing.drop(older, Failure(FailureKind.CANCELLED, f"replaced by attempt {message.attempt}"))
         failure = self._start_failure(message)
         if failure is not None:
             report = ReportFailure(message.spec.sequence_id, message.attempt, failure)
@@ -270,8 +272,8 @@ class Scheduler:
         spec, config = message.spec, self.config
         if self._state.is_draining and not self._state.is_at_work_on(spec.sequence_id.request_id):
             return Failure(FailureKind.WRONG_ROLE, f"worker {config.worker_id} is draining and takes no new work")
-        if message.task not in ROLE_TASKS[self._state.role]:
-            text = f"worker {config.worker_id} has role {self._state.role.value} and takes no {message.task.value} task"
+        if message.task not in ROLE_TASKS[config.role]:
+            text = f"worker {config.worker_id} has role {config.role.value} and takes no {message.task.value} task"
             return Failure(FailureKind.WRONG_ROLE, text)
         if message.task is not Task.WHOLE:
             card = self._state.peers.get(message.peer) if message.peer is not None else None

@@ -21,6 +21,7 @@ from disagg.protocol.messages import (
     TakeHandoff,
 )
 from disagg.scheduler.actions import PushSpan
+from disagg.scheduler.closing import Closing
 from disagg.scheduler.events import LayersComputed, WriteFinished, WritesStopped
 from disagg.scheduler.sequence import Sequence
 from disagg.scheduler.source import HandoffSource
@@ -35,8 +36,9 @@ UNKNOWN_GRACE_S = 1.0  # the router tells both ends at once: one may hear of the
 class Sending:
     """Every hand-off that leaves this worker."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, closing: Closing) -> None:
         self._state = state
+        self._closing = closing
 
     def ask_reservation(self, sequence: Sequence, source: HandoffSource) -> bool:
         """Pin or take the source's own blocks and ask the peer. False when there is no room here now."""
@@ -109,7 +111,7 @@ class Sending:
                 source.send(again.number, self._state.now_s)
                 self._state.act(again)
             else:
-                self._state.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, event.failure))
+                self._closing.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, event.failure))
         else:
             self._state.ignore(event)  # dropped: the transport's last word is WritesStopped
 
@@ -119,7 +121,7 @@ class Sending:
             self._state.ignore(event)
             return
         source.machine.fire(SourceTrigger.WRITES_STOPPED)
-        self._state.end_if_unused(sequence)
+        self._closing.end_if_unused(sequence)
 
     def on_answer_reservation(self, peer: WorkerId, message: AnswerReservation) -> None:
         state = self._state
@@ -137,7 +139,8 @@ class Sending:
             return
         flaw = self._flaw(sequence, source, message)
         if flaw:
-            state.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, f"{peer} granted what cannot be: {flaw}"))
+            failure = Failure(FailureKind.TRANSFER_FAILED, f"{peer} granted what cannot be: {flaw}")
+            self._closing.fail(sequence, failure)
             return
         source.grant(message)
         state.leases.lease(source, state.now_s + state.config.lease_s)
@@ -176,12 +179,12 @@ class Sending:
         state.leases.retry(source, state.now_s + wait_s)
         source.num_refusals += 1
         if failure.kind is FailureKind.INVALID_REQUEST:
-            state.fail(sequence, failure)
+            self._closing.fail(sequence, failure)
         elif failure.kind is FailureKind.CANCELLED:
             if source.unknown_since_s is None:
                 source.unknown_since_s = state.now_s
             if state.now_s - source.unknown_since_s > UNKNOWN_GRACE_S:
-                state.fail(sequence, failure)
+                self._closing.fail(sequence, failure)
 
     def on_offer_reservation(self, peer: WorkerId, message: OfferReservation) -> None:
         sequence, source = self.find(message.handoff_id)
@@ -206,7 +209,7 @@ class Sending:
 
     def _finish_if_done(self, sequence: Sequence, source: HandoffSource) -> None:
         if source.close_if_done():
-            self._state.finish(sequence)
+            self._closing.finish(sequence)
 
     def _push(self, source: HandoffSource, pushes: list[PushSpan]) -> None:
         self._state.counters.add(PUSHES, len(pushes))
