@@ -163,7 +163,7 @@ class SilentDecode:
             key = GrantKey(message.handoff_id, message.fence).encode()
             self.receiver.grant(self._peer, key, block_segments(KV, NUM_BLOCKS, blocks))
             assert self.channel is not None
-            answer = AnswerReservation(message.handoff_id, message.fence, None, 0.0, blocks, 0, 30.0, key, NUM_BLOCKS)
+            answer = AnswerReservation(message.handoff_id, message.fence, None, 0.0, blocks, 0, key, NUM_BLOCKS)
             self.channel.send(answer)
         elif isinstance(message, FinishPrefill):
             self.finished.append(message)

@@ -239,7 +239,7 @@ def test_k2_hand_offs_that_nobody_knows_leave_nothing_in_a_worker() -> None:
             unknown = HandoffId(SequenceId(RequestId(Incarnation(number), number), 0), 1)
             fence = Fence(Incarnation(number), Incarnation(2), 1)
             for message in (
-                RequestReservation(unknown, fence, 10, 30.0),
+                RequestReservation(unknown, fence, 10),
                 AnswerReservation(unknown, fence),
                 FinishPrefill(unknown, fence, EmittedToken(unknown.sequence_id, 0, 7)),
                 TakeHandoff(unknown, fence),

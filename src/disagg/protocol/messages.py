@@ -226,7 +226,6 @@ class RequestReservation(msgspec.Struct, frozen=True, array_like=True, tag="requ
     handoff_id: HandoffId
     fence: Fence
     num_tokens: int
-    lease_s: float  # how long the source keeps its blocks without hearing from the destination
 
 
 class AnswerReservation(msgspec.Struct, frozen=True, array_like=True, tag="answer_reservation"):
@@ -241,7 +240,6 @@ class AnswerReservation(msgspec.Struct, frozen=True, array_like=True, tag="answe
     retry_after_s: float = 0.0
     blocks: tuple[BlockId, ...] = ()
     first_missing_token: int = 0
-    lease_s: float = 0.0
     grant_key: bytes = b""
     num_blocks: int = 0  # of the destination's arena: with its layout, what turns blocks into byte ranges
 
@@ -281,7 +279,10 @@ class CancelHandoff(msgspec.Struct, frozen=True, array_like=True, tag="cancel_ha
 
 
 class RenewLeases(msgspec.Struct, frozen=True, array_like=True, tag="renew_leases"):
-    """Either end: I still want these hand-offs; keep what you hold for them another lease_s."""
+    """Either end: I still want these hand-offs; keep what you hold for them another lease_s seconds.
+
+    By the clock, a third of the way; and in answer to a peer with a shorter lease, which gives up sooner.
+    """
 
     handoff_ids: tuple[HandoffId, ...]
     lease_s: float

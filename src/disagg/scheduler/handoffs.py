@@ -117,12 +117,22 @@ class Handoffs:
             self._closing.fail(sequence, message.failure)
 
     def _on_renew_leases(self, peer: WorkerId, message: RenewLeases) -> None:
+        state, own_s = self._state, self._state.config.lease_s
+        lease_s = min(own_s, max(0.0, message.lease_s))  # in this order, so that what is no number is 0
+        wanted: list[HandoffId] = []
         for handoff_id in message.handoff_ids:
-            sequence = self._state.sequences.get(handoff_id)
-            for end in (sequence.source, sequence.destination) if sequence is not None else ():
+            sequence = state.sequences.get(handoff_id)
+            if sequence is None:
+                continue
+            for end in (sequence.source, sequence.destination):
                 if end is not None and end.peer == peer:
-                    lease_s = min(message.lease_s, self._state.config.lease_s)
-                    self._state.leases.lease(end, self._state.now_s + lease_s)
+                    state.leases.lease(end, state.now_s + lease_s)
+            renewing = _renewing_end(sequence)
+            if renewing is not None and renewing.peer == peer:
+                wanted.append(handoff_id)
+        # A peer with a shorter lease would give up before it is our turn to renew: it hears of us whenever it speaks.
+        if wanted and lease_s < own_s:
+            state.tell(peer, RenewLeases(tuple(wanted), own_s))
 
 
 def _renewing_end(sequence: Sequence) -> End | None:

@@ -93,7 +93,6 @@ class Receiving:
             fence=message.fence,
             blocks=allocation.blocks[: state.cache.num_blocks_for(num_tokens)],
             first_missing_token=first_missing,
-            lease_s=config.lease_s,
             grant_key=destination.grant_key,
             num_blocks=config.num_blocks,
         )

@@ -64,8 +64,7 @@ class Sending:
             self._tell_finish(source)
 
     def _tell_request(self, sequence: Sequence, source: HandoffSource) -> None:
-        lease_s = self._state.config.lease_s
-        request = RequestReservation(source.handoff_id, source.fence, sequence.num_to_read, lease_s)
+        request = RequestReservation(source.handoff_id, source.fence, sequence.num_to_read)
         self._state.tell(source.peer, request)
 
     def _tell_finish(self, source: HandoffSource) -> None:

@@ -235,7 +235,6 @@ class Solo:
             fence=self.fence(),
             blocks=tuple(range(blocks)),  # type: ignore[arg-type]
             first_missing_token=first_missing,
-            lease_s=9.0,
             grant_key=GrantKey(handoff(number), self.fence()).encode(),
             num_blocks=16,
         )

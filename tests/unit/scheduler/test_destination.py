@@ -28,7 +28,7 @@ def destination(**more: object) -> Solo:
 
 def ask(solo: Solo, number: int = 0, num_tokens: int = 10, fence: Fence | None = None) -> AnswerReservation:
     """The peer asks; exactly one answer comes."""
-    actions = solo.hear(RequestReservation(handoff(number), fence or solo.fence(), num_tokens, 9.0))
+    actions = solo.hear(RequestReservation(handoff(number), fence or solo.fence(), num_tokens))
     (answer,) = to_peer(AnswerReservation, actions)
     return answer
 
@@ -51,7 +51,7 @@ def finish(token: EmittedToken = TOKEN) -> FinishPrefill:
 def test_a_grant_is_open_before_the_peer_is_told_of_it() -> None:
     solo = destination()
     solo.start(0, Task.DECODE, PROMPT, max_tokens=8)
-    actions = solo.hear(RequestReservation(handoff(0), solo.fence(), 10, 9.0))
+    actions = solo.hear(RequestReservation(handoff(0), solo.fence(), 10))
     assert [type(action) for action in actions] == [OpenGrant, SendToPeer]
     (grant,), (answer,) = of(OpenGrant, actions), to_peer(AnswerReservation, actions)
     assert (answer.grant_key, answer.blocks) == (grant.grant_key, grant.blocks)
@@ -81,7 +81,7 @@ def test_an_offer_of_another_length_than_the_prompts_is_refused_for_good(num_tok
 def test_nobody_else_is_given_blocks(peer: WorkerId, fence: Fence) -> None:
     solo = destination()
     solo.start(0, Task.DECODE, PROMPT)
-    actions = solo.handle(events.PeerMessageReceived(peer, RequestReservation(handoff(0), fence, 10, 9.0)))
+    actions = solo.handle(events.PeerMessageReceived(peer, RequestReservation(handoff(0), fence, 10)))
     (answer,) = to_peer(AnswerReservation, actions)
     assert answer.failure is not None
     assert answer.failure.kind is FailureKind.CANCELLED

@@ -60,7 +60,7 @@ def refusal(solo: Solo, kind: FailureKind, number: int = 0) -> AnswerReservation
 def test_nothing_is_computed_before_the_peer_has_granted_room() -> None:
     solo = source()
     (request,) = to_peer(RequestReservation, solo.start(0, Task.PREFILL, PROMPT))
-    assert (request.num_tokens, request.fence, request.lease_s) == (10, solo.fence(), 9.0)
+    assert (request.num_tokens, request.fence) == (10, solo.fence())
     assert solo.plan is None
     (step,) = of(RunStep, solo.hear(solo.answer(0)))
     assert step.plan.report_every == 1
