@@ -73,11 +73,6 @@ class Channel(Generic[M]):
         host, port = self._writer.get_extra_info("peername", ("?", 0))[:2]
         return f"{host}:{port}"
 
-    @property
-    def local_host(self) -> str:
-        """The address of this machine as the peer sees it."""
-        return str(self._writer.get_extra_info("sockname", ("127.0.0.1", 0))[0])
-
     def send(self, message: object) -> None:
         """Queue a message. Never blocks; on a lost channel it has no effect: on_lost tells."""
         if not self.is_open or self._writer.is_closing():

@@ -169,6 +169,7 @@ class Scheduler:
     def check_invariants(self) -> None:
         self._state.check_invariants()
         self._handoffs.receiving.check_invariants()
+        self._steps.check_invariants()
         self._grammars.check_invariants()
         self._state.counters.check_invariants()
 

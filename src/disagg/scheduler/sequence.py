@@ -1,5 +1,6 @@
 """One sequence on one worker."""
 
+from disagg.core.errors import InternalFault
 from disagg.core.ids import BlockId, HandoffId, SequenceId
 from disagg.core.request import FinishReason, SequenceSpec, TokenLogprobs, finish_reason
 from disagg.core.roles import Task
@@ -229,3 +230,14 @@ class Sequence:
         if not self.needs_history:
             return None
         return TokenHistory(self.attempt, self.spec.prompt_ids, tuple(self.answer_ids))
+
+    def check_invariants(self, block_size: int) -> None:
+        if self.num_cached > self.num_to_read or self.num_committed * block_size > self.num_computed:
+            text = f"{self.num_cached} cached of {self.num_to_read}, {self.num_committed} blocks indexed"
+            raise InternalFault(f"{self.attempt_id}: {text}, {self.num_computed} tokens computed")
+        if self.state is not SequenceState.DECODING:
+            return
+        num_known = self.num_prompt_tokens + len(self.answer_ids)
+        if self.num_computed != num_known - 1 or self.num_computed > len(self.blocks) * block_size:
+            text = f"KV of {self.num_computed} tokens in {len(self.blocks)} blocks"
+            raise InternalFault(f"{self.attempt_id} writes after {num_known} tokens, with {text}")

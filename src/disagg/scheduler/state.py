@@ -41,7 +41,7 @@ class SchedulerState:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.is_draining = False
-        self.cache = KvCache(config.num_blocks, config.layout.block_size, self.root_of(""))
+        self.cache = KvCache(config.num_blocks, config.layout.block_size)
         self.counters = Counters()
         self.begun = BegunSteps(self.counters)
         # In order of arrival. An attempt that was dropped stays until nothing uses its blocks any more.
@@ -72,6 +72,13 @@ class SchedulerState:
     def is_at_work_on(self, request_id: RequestId) -> bool:
         """Whether some choice of this request is under way."""
         return any(sequence_id.request_id == request_id for sequence_id in self._live)
+
+    def has_taken(self, attempt_id: HandoffId) -> bool:
+        """Whether the KV of an attempt that has ended here had come from its peer, whole."""
+        return self._ended.get(attempt_id, False)
+
+    def has_seen(self, attempt_id: HandoffId) -> bool:
+        return attempt_id in self.sequences or attempt_id in self._ended
 
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.attempt_id] = sequence
@@ -172,13 +179,6 @@ class SchedulerState:
             hashes = self.extend_hashes(sequence, sequence.num_to_read)
             sequence.num_expected = self.cache.num_matching_tokens(hashes, sequence.max_cached_tokens)
 
-    def has_taken(self, attempt_id: HandoffId) -> bool:
-        """Whether the KV of an attempt that has ended here had come from its peer, whole."""
-        return self._ended.get(attempt_id, False)
-
-    def has_seen(self, attempt_id: HandoffId) -> bool:
-        return attempt_id in self.sequences or attempt_id in self._ended
-
     # --- what the loop will do ---------------------------------------------------------------------------------
 
     def act(self, *actions: Action) -> None:
@@ -266,6 +266,9 @@ class SchedulerState:
         for attempt_id, sequence in self.sequences.items():
             if sequence.is_live != (self._live.get(attempt_id.sequence_id) is sequence):
                 raise InternalFault(f"{attempt_id} is {sequence.state} and listed otherwise")
+            sequence.check_invariants(self.cache.block_size)
+            if sequence.source is not None:
+                sequence.source.check_invariants()
             held = [*sequence.blocks]
             destination = sequence.destination
             if destination is not None:

@@ -7,6 +7,7 @@ what it has written is read again, and row independence makes that the same toke
 
 import math
 
+from disagg.core.errors import InternalFault
 from disagg.core.ids import SequenceId, StepId
 from disagg.core.request import EmittedToken
 from disagg.core.roles import HandoffMode
@@ -312,6 +313,17 @@ class Steps:
             return [(sequence, row, next(following) if row.sampling is not None else None) for sequence, row in rows]
         tokens = {token.sequence_id: token for token in result.tokens}
         return [(sequence, row, tokens.get(row.sequence_id)) for sequence, row in rows]
+
+    def check_invariants(self) -> None:
+        """Raises InternalFault when a sequence is held for a step that it is not in, or is in one and not held."""
+        state, rows = self._state, [sequence for sequence, _ in self._rows]
+        if rows and self._running is None:
+            raise InternalFault(f"{len(rows)} rows are kept and no step runs")
+        inside = {*rows, *state.standing.all(), *state.left_standing}
+        held = {sequence for sequence in state.sequences.values() if sequence.is_in_step}
+        if inside != held:
+            names = sorted(str(sequence.attempt_id) for sequence in inside ^ held)
+            raise InternalFault(f"in a step or held for one, but not both: {names}")
 
     def _count(self, duration_s: float, kind: str = "", num_steps: int = 1) -> None:
         has_stream, has_prompt = self._shape.num_streams > 0, self._shape.num_prompt_tokens > 0
