@@ -99,7 +99,7 @@ class FakeWorker:
     def report(self, state: WorkerState) -> None:
         """As a worker does with every beat."""
         assert self._channel is not None
-        self._channel.send(ReportState(Role.MIXED, state))
+        self._channel.send(ReportState(state))
 
     def _take(self, message: RouterToWorker) -> None:
         if isinstance(message, StartSequence):

@@ -4,7 +4,7 @@ import enum
 
 
 class Role(enum.StrEnum):
-    """Mutable state of a worker, not a class of its own."""
+    """What a worker does for its pool: a value of its configuration, not a class of its own."""
 
     PREFILL = "prefill"
     DECODE = "decode"

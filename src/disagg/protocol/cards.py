@@ -30,7 +30,7 @@ class PoolCard(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerCard(msgspec.Struct, frozen=True, array_like=True):
-    """Everything others need to know of a worker; fixed for one incarnation except for its role."""
+    """Everything others need to know of a worker; fixed for one incarnation."""
 
     worker_id: WorkerId
     incarnation: Incarnation

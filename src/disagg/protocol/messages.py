@@ -18,7 +18,7 @@ from disagg.core.endpoints import TransportRate
 from disagg.core.errors import Failure
 from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, FinishReason, SequenceSpec
-from disagg.core.roles import Role, Task
+from disagg.core.roles import Task
 from disagg.protocol.cards import PROTOCOL_MAX, PROTOCOL_MIN, WorkerCard
 from disagg.telemetry.stages import StageTime
 
@@ -41,7 +41,7 @@ class LinkState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerState(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker says of itself with every beat. A hint to routers: the worker's answer decides."""
+    """What a worker says of itself again and again. A hint to routers: the worker's answer decides."""
 
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
@@ -126,9 +126,8 @@ class ReportFailure(msgspec.Struct, frozen=True, array_like=True, tag="report_fa
 
 
 class ReportState(msgspec.Struct, frozen=True, array_like=True, tag="report_state"):
-    """Sent with every beat and whenever the role changes."""
+    """Sent four times a second, and when draining begins."""
 
-    role: Role
     state: WorkerState
     is_draining: bool = False
 

@@ -133,7 +133,7 @@ class Worker:
         """Also the loop's sign of life for the watchdog."""
         if self._watchdog is not None:
             self._watchdog.stamp_loop()
-        report = ReportState(self.scheduler.config.role, self.state(), self.scheduler.is_draining)
+        report = ReportState(self.state(), self.scheduler.is_draining)
         self._tell_router(SendToRouter(report))
 
     def state(self) -> WorkerState:
