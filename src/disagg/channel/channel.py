@@ -23,6 +23,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from disagg.channel.tally import Refusal, Tally
+from disagg.core.endpoints import split_address
 from disagg.core.errors import PeerLost, ProtocolViolation
 from disagg.protocol.messages import Beat
 
@@ -212,10 +213,10 @@ async def dial(
     address: str, decoder: msgspec.msgpack.Decoder[M], *, timeout_s: float, tls: ssl.SSLContext | None = None
 ) -> Channel[M]:
     """Connect to "host:port"; with `tls` the peer must show a certificate for that host. Raises PeerLost."""
-    host, _, port = address.rpartition(":")
     try:
+        host, port = split_address(address)
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=tls)
+            reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     except TimeoutError:
         raise PeerLost(f"{address} cannot be reached: no answer for {timeout_s} s") from None
     except ssl.SSLCertVerificationError as error:
