@@ -8,8 +8,8 @@
                        OfferReservation, FinishPrefill, TakeHandoff, CancelHandoff, RenewLeases
     any direction      Beat
 
-What a worker shows of itself in them stands in cards.py. Leases travel as remaining seconds; clocks of two processes are
-never compared.
+What a worker shows of itself in them stands in cards.py. Leases travel as remaining seconds; clocks of two processes
+are never compared.
 """
 
 import msgspec
