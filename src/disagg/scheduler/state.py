@@ -249,31 +249,35 @@ class SchedulerState:
         self.begun.check_invariants()
         self.stages.check_invariants(self.sequences.values())
         self.first_tokens.check_invariants()
-        begun = set(self.begun)
         self.standing.check_invariants()
-        for sequence in self.sequences.values():
+        begun = set(self.begun)
+        for attempt_id, sequence in self.sequences.items():
+            sequence.check_invariants(self.cache.block_size)
+            if sequence.source is not None:
+                sequence.source.check_invariants()
+            if sequence.destination is not None:
+                sequence.destination.check_invariants()
             if (sequence.partial is not None) != (sequence in begun):
-                raise InternalFault(f"{sequence.attempt_id} has begun its first step and is not listed")
+                raise InternalFault(f"{attempt_id} has begun its first step and is not listed")
             if sequence.is_counted != sequence.reads_here:
-                raise InternalFault(f"{sequence.attempt_id} is {sequence.state} and counted otherwise")
+                raise InternalFault(f"{attempt_id} is {sequence.state} and counted otherwise")
+            if sequence.is_live != (self._live.get(attempt_id.sequence_id) is sequence):
+                raise InternalFault(f"{attempt_id} is {sequence.state} and listed otherwise")
         for peer, link in self.links.items():
             link.check_invariants()
             if peer not in self.peers:
                 raise InternalFault(f"the rate of the link to {peer} outlives its pairing")
+        self._check_use_of_blocks()
+
+    def _check_use_of_blocks(self) -> None:
+        """Every block has as many users as the pool counts, and is in the state that its hand-off says."""
         pool = self.cache.pool
         users = [0] * pool.num_blocks
         apart: dict[BlockState, set[BlockId]] = {BlockState.RESERVED: set(), BlockState.QUARANTINED: set()}
-        for attempt_id, sequence in self.sequences.items():
-            if sequence.is_live != (self._live.get(attempt_id.sequence_id) is sequence):
-                raise InternalFault(f"{attempt_id} is {sequence.state} and listed otherwise")
-            sequence.check_invariants(self.cache.block_size)
-            if sequence.source is not None:
-                sequence.source.check_invariants()
+        for sequence in self.sequences.values():
             held = [*sequence.blocks]
-            destination = sequence.destination
-            if destination is not None:
-                destination.check_invariants()
-                mine, others = destination.blocks_in_use()
+            if sequence.destination is not None:
+                mine, others = sequence.destination.blocks_in_use()
                 held += mine
                 for kind, kept in others.items():
                     apart[kind].update(kept)
