@@ -33,7 +33,6 @@ from disagg.cluster.local import PROGRAM
 from disagg.modelfiles.fetch import resolve_model
 from harness import (
     Prompts,
-    TokenStream,
     cpu_use,
     foreign_share,
     heading,
@@ -46,6 +45,7 @@ from harness import (
 from peers.catalog import Command, Entry, Precision, command_of
 from peers.environments import LLAMACPP_PREBUILT, Unavailable
 from peers.fleet import RunningEngine
+from token_stream import TokenStream
 
 NUM_CLIENTS = 4
 NUM_THREADS = 2

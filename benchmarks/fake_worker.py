@@ -12,15 +12,14 @@ from disagg.core.ids import Incarnation, SequenceId, WorkerId
 from disagg.core.request import EmittedToken
 from disagg.core.roles import Numerics, Role
 from disagg.core.spans import KvLayout
+from disagg.protocol.cards import PoolCard, WorkerCard
 from disagg.protocol.messages import (
     AbortSequence,
     EmitTokens,
-    PoolCard,
     RegisterWorker,
     ReportState,
     RouterToWorker,
     StartSequence,
-    WorkerCard,
     WorkerState,
 )
 from disagg.testing.model_files import VOCAB_SIZE
@@ -100,7 +99,7 @@ class FakeWorker:
     def report(self, state: WorkerState) -> None:
         """As a worker does with every beat."""
         assert self._channel is not None
-        self._channel.send(ReportState(Role.MIXED, state))
+        self._channel.send(ReportState(state))
 
     def _take(self, message: RouterToWorker) -> None:
         if isinstance(message, StartSequence):

@@ -33,7 +33,6 @@ from harness import (
     Metrics,
     Prompts,
     Server,
-    TokenStream,
     check_pinned,
     cpu_use,
     foreign_share,
@@ -46,6 +45,7 @@ from harness import (
     wait_idle,
     warn_of_others,
 )
+from token_stream import TokenStream
 
 PROMPT_TOKENS = 1024
 ANSWER_TOKENS = 8

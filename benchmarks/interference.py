@@ -26,8 +26,9 @@ import msgspec
 import harness
 from disagg.telemetry.metrics import GENERATED_TOKENS
 from disagg.testing.processes import Serve
-from harness import Prompts, TokenStream, Writer, percentile
+from harness import Prompts, percentile
 from stranger import stranger
+from token_stream import TokenStream, Writer
 
 NUM_STREAMS = 4
 STREAM_PROMPT_TOKENS = 128

@@ -31,7 +31,8 @@ from disagg.testing.links.cluster import SpreadCluster
 from disagg.testing.links.namespaces import LinkedNamespaces, missing
 from disagg.testing.links.shape import LinkShape
 from handoff_cost import Times, ask
-from harness import Prompts, TokenStream, Writer, percentile, wait_idle
+from harness import Prompts, percentile, wait_idle
+from token_stream import TokenStream, Writer
 
 OFF, AUTO = PartialStart.OFF.value, PartialStart.AUTO.value
 SIDES = (OFF, AUTO)

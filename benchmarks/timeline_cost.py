@@ -37,7 +37,8 @@ from disagg.dispatch.events import WorkerMessageReceived, WorkerRegistered
 from disagg.dispatch.stream import GenerateRequest
 from disagg.modelfiles.tokenizer import load_tokenizer
 from disagg.policy.batching import StepBudget
-from disagg.protocol.messages import PoolCard, RouterToWorker, StartSequence, WorkerCard, WorkerToRouter
+from disagg.protocol.cards import PoolCard, WorkerCard
+from disagg.protocol.messages import RouterToWorker, StartSequence, WorkerToRouter
 from disagg.router.app import create_app
 from disagg.router.text import ModelText
 from disagg.router.timing import Timing

@@ -25,7 +25,7 @@ from disagg.dispatch.config import DispatcherConfig
 from disagg.dispatch.dispatcher import Dispatcher
 from disagg.dispatch.stream import GenerateRequest, RequestFailed, TokensDelivered, TokenStream
 from disagg.kvcache.memory import Landing, Memory, Segment
-from disagg.protocol.messages import PROTOCOL_MAX, PROTOCOL_MIN
+from disagg.protocol.cards import PROTOCOL_MAX, PROTOCOL_MIN
 from disagg.router.service import LiveService
 from disagg.scheduler.engine import OnLayers, StepPlan, StepResult
 from disagg.testing.engine import FakeEngine, expected_tokens

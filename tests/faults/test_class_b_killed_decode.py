@@ -30,7 +30,8 @@ from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.request import SamplingParams
 from disagg.core.roles import Role, Task
 from disagg.policy.batching import StepBudget
-from disagg.protocol.messages import StartSequence, WorkerCard
+from disagg.protocol.cards import WorkerCard
+from disagg.protocol.messages import StartSequence
 from disagg.scheduler import events
 from disagg.scheduler.actions import StopPushes
 from disagg.telemetry import metrics as table

@@ -62,7 +62,7 @@ def test_b1_abort_while_waiting_for_kv_frees_the_blocks_when_the_source_has_died
         prompt = tuple((number + index) % 100 for index in range(10))
         solo.start(number, Task.DECODE, prompt)
         if point != "announced":
-            solo.hear(RequestReservation(handoff(number), solo.fence(), len(prompt), 9.0))
+            solo.hear(RequestReservation(handoff(number), solo.fence(), len(prompt)))
         if point == "half here":
             solo.handle(events.WriteLanded(handoff(number), Span(0, 6, 0, 3), None))
         if point == "all but the first token":
@@ -90,7 +90,7 @@ def test_b1_without_an_abort_the_lease_frees_what_a_silent_source_was_to_fill(po
     solo.meet(Role.PREFILL)
     solo.start(0, Task.DECODE, PROMPT)
     if point != "announced":
-        solo.hear(RequestReservation(handoff(0), solo.fence(), 10, 9.0))
+        solo.hear(RequestReservation(handoff(0), solo.fence(), 10))
     if point in ("half here", "all but the first token"):
         solo.handle(events.WriteLanded(handoff(0), Span(0, 6 if point == "half here" else 10, 0, 3), None))
     assert solo.wait(8.9) is not None

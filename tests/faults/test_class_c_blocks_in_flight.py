@@ -33,6 +33,7 @@ from disagg.core.roles import Numerics, Role, Task
 from disagg.core.spans import Span
 from disagg.kvcache.segments import block_segments, span_segments
 from disagg.policy.batching import StepBudget
+from disagg.protocol.cards import PoolCard, WorkerCard
 from disagg.protocol.handoff import GrantKey, decode_grant_key
 from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.messages import (
@@ -40,12 +41,10 @@ from disagg.protocol.messages import (
     AnswerReservation,
     CancelHandoff,
     FinishPrefill,
-    PoolCard,
     RequestPairing,
     RequestReservation,
     StartSequence,
     TakeHandoff,
-    WorkerCard,
     WorkerToWorker,
 )
 from disagg.scheduler import events
@@ -164,7 +163,7 @@ class SilentDecode:
             key = GrantKey(message.handoff_id, message.fence).encode()
             self.receiver.grant(self._peer, key, block_segments(KV, NUM_BLOCKS, blocks))
             assert self.channel is not None
-            answer = AnswerReservation(message.handoff_id, message.fence, None, 0.0, blocks, 0, 30.0, key, NUM_BLOCKS)
+            answer = AnswerReservation(message.handoff_id, message.fence, None, 0.0, blocks, 0, key, NUM_BLOCKS)
             self.channel.send(answer)
         elif isinstance(message, FinishPrefill):
             self.finished.append(message)

@@ -104,7 +104,7 @@ SOURCE_TURNS: tuple[Callable[[Solo], object], ...] = (
     lambda solo: solo.handle(events.WritesStopped(handoff(0))),
 )
 DESTINATION_TURNS: tuple[Callable[[Solo], object], ...] = (
-    lambda solo: solo.hear(RequestReservation(handoff(0), solo.fence(), 10, 9.0)),
+    lambda solo: solo.hear(RequestReservation(handoff(0), solo.fence(), 10)),
     lambda solo: solo.handle(events.WriteLanded(handoff(0), Span(0, 10, 0, 3), None)),
     lambda solo: solo.hear(FinishPrefill(handoff(0), solo.fence(), EmittedToken(sequence_id(0), 0, 7))),
     lambda solo: solo.handle(events.GrantFenced(handoff(0))),

@@ -19,12 +19,12 @@ from disagg.core.roles import HandoffMode, Role, Task
 from disagg.core.spans import Span
 from disagg.dispatch.stream import GenerateRequest
 from disagg.policy.batching import StepBudget
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.messages import (
     AnswerPairing,
     RequestPairing,
     RequestReservation,
-    WorkerCard,
 )
 from disagg.scheduler.actions import Action, PushSpan
 from disagg.scheduler.engine import OnLayers, StepPlan, StepResult

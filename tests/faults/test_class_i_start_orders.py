@@ -36,12 +36,12 @@ from disagg.core.errors import FailureKind, Unavailable
 from disagg.core.ids import Incarnation
 from disagg.core.roles import HandoffMode, Role, Task
 from disagg.dispatch.stream import GenerateRequest
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.messages import (
     AnswerRegistration,
     AnswerReservation,
     RegisterWorker,
     RequestReservation,
-    WorkerCard,
     WorkerToRouter,
 )
 from disagg.telemetry import metrics as table
@@ -183,7 +183,7 @@ def test_i1_work_with_a_peer_that_has_not_been_met_is_answered_and_works_once_it
     if role is Role.DECODE:
         # A question about a sequence that the router has not announced yet is refused and may be asked again.
         for number, kind in ((2, FailureKind.CANCELLED), (1, None)):
-            request = RequestReservation(handoff(number), solo.fence(), 3, 9.0)
+            request = RequestReservation(handoff(number), solo.fence(), 3)
             (answer,) = to_peer(AnswerReservation, solo.hear(request))
             assert (answer.failure and answer.failure.kind) == kind
 

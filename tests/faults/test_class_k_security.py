@@ -52,6 +52,7 @@ from disagg.cluster.drain import ask_drain
 from disagg.core.endpoints import is_loopback
 from disagg.core.errors import ConfigurationError, Failure, FailureKind, PeerLost
 from disagg.core.ids import Fence, HandoffId, Incarnation, RequestId, SequenceId, WorkerId
+from disagg.core.request import EmittedToken
 from disagg.core.roles import Role
 from disagg.kvcache.memory import Segment
 from disagg.protocol.messages import (
@@ -238,9 +239,9 @@ def test_k2_hand_offs_that_nobody_knows_leave_nothing_in_a_worker() -> None:
             unknown = HandoffId(SequenceId(RequestId(Incarnation(number), number), 0), 1)
             fence = Fence(Incarnation(number), Incarnation(2), 1)
             for message in (
-                RequestReservation(unknown, fence, 10, 30.0),
+                RequestReservation(unknown, fence, 10),
                 AnswerReservation(unknown, fence),
-                FinishPrefill(unknown, fence, None),
+                FinishPrefill(unknown, fence, EmittedToken(unknown.sequence_id, 0, 7)),
                 TakeHandoff(unknown, fence),
                 CancelHandoff(unknown, fence, failure),
                 RenewLeases((unknown,), 30.0),

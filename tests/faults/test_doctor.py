@@ -20,7 +20,8 @@ from disagg.core.errors import ConfigurationError, Failure, FailureKind
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.roles import Numerics, Role
 from disagg.core.spans import KvLayout
-from disagg.protocol.messages import AnswerExamination, HostLimits, LinkReport, PoolCard, WorkerCard
+from disagg.protocol.cards import PoolCard, WorkerCard
+from disagg.protocol.messages import AnswerExamination, HostLimits, LinkReport
 from disagg.worker.examination import LOOPBACK_GBITS, expected_bytes_per_s, host_limits, slowness
 
 replace = msgspec.structs.replace

@@ -12,7 +12,7 @@ from disagg.core.roles import Numerics, Role
 from disagg.core.spans import KvLayout, KvOrder
 from disagg.engine.span_conversion import ArenaRows, CodedArena, OutgoingSpans
 from disagg.kvcache.memory import Segment
-from disagg.protocol.messages import PoolCard
+from disagg.protocol.cards import PoolCard
 from disagg.testing.engine import FakeEngine
 from disagg.testing.memory import BytesMemory
 from disagg.worker.engines import LoadedEngine, RankMemory

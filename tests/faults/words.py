@@ -56,7 +56,7 @@ def peer_messages(number: int, fence: Fence) -> dict[type, Any]:
     return {
         RequestPairing: RequestPairing(own),
         AnswerPairing: AnswerPairing(own),
-        RequestReservation: RequestReservation(which, fence, 10, 9.0),
+        RequestReservation: RequestReservation(which, fence, 10),
         AnswerReservation: AnswerReservation(which, fence, CANCELLED),
         OfferReservation: OfferReservation(which, fence),
         FinishPrefill: FinishPrefill(which, fence, EmittedToken(sequence_id(number), 0, 7)),

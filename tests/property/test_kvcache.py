@@ -37,13 +37,13 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(1, 12))
     def start(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.cache = KvCache(num_blocks, SIZE, ROOT)
+        self.cache = KvCache(num_blocks, SIZE)
         self.lives: list[Life] = []
         self.quarantined: list[Life] = []
         self.contents: dict[BlockId, BlockHash] = {}
 
     def admit(self, prompt: tuple[int, ...], num_answer: int, num_spare: int, *, reserves: bool) -> None:
-        hashes = self.cache.extend_hashes([], prompt)
+        hashes = self.cache.append_hashes([], prompt, ROOT)
         num_tokens = len(prompt) + num_answer
         num_match = self.cache.num_matching_tokens(hashes, len(prompt))
         pool = self.cache.pool

@@ -23,6 +23,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from disagg.channel.tally import Refusal, Tally
+from disagg.core.endpoints import split_address
 from disagg.core.errors import PeerLost, ProtocolViolation
 from disagg.protocol.messages import Beat
 
@@ -72,11 +73,6 @@ class Channel(Generic[M]):
     def peer_address(self) -> str:
         host, port = self._writer.get_extra_info("peername", ("?", 0))[:2]
         return f"{host}:{port}"
-
-    @property
-    def local_host(self) -> str:
-        """The address of this machine as the peer sees it."""
-        return str(self._writer.get_extra_info("sockname", ("127.0.0.1", 0))[0])
 
     def send(self, message: object) -> None:
         """Queue a message. Never blocks; on a lost channel it has no effect: on_lost tells."""
@@ -217,10 +213,10 @@ async def dial(
     address: str, decoder: msgspec.msgpack.Decoder[M], *, timeout_s: float, tls: ssl.SSLContext | None = None
 ) -> Channel[M]:
     """Connect to "host:port"; with `tls` the peer must show a certificate for that host. Raises PeerLost."""
-    host, _, port = address.rpartition(":")
     try:
+        host, port = split_address(address)
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=tls)
+            reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     except TimeoutError:
         raise PeerLost(f"{address} cannot be reached: no answer for {timeout_s} s") from None
     except ssl.SSLCertVerificationError as error:

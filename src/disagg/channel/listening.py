@@ -18,6 +18,7 @@ import msgspec
 
 from disagg.channel.channel import MAX_FIRST_FRAME_BYTES, Channel, M
 from disagg.channel.tally import Refusal, Tally
+from disagg.core.endpoints import join_address
 
 _log = logging.getLogger(__name__)
 
@@ -54,8 +55,7 @@ class Listener:
     @property
     def address(self) -> str:
         """The "host:port" it listens on, with the real port where 0 was asked."""
-        host, port = self._sock.getsockname()[:2]
-        return f"[{host}]:{port}" if self._sock.family == socket.AF_INET6 else f"{host}:{port}"
+        return join_address(*self._sock.getsockname()[:2])
 
     @property
     def num_strangers(self) -> int:

@@ -16,6 +16,7 @@ from disagg.channel.channel import Channel, dial
 from disagg.channel.keys import Keys, load_keys
 from disagg.cluster.authority import days_left
 from disagg.core.errors import ConfigurationError, PeerFault
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.messages import (
     AnswerCluster,
     AnswerExamination,
@@ -23,7 +24,6 @@ from disagg.protocol.messages import (
     RequestCluster,
     RequestExamination,
     RouterToWorker,
-    WorkerCard,
     WorkerToWorker,
 )
 from disagg.protocol.pairing import is_handoff_pair, pairing_failure

@@ -4,7 +4,7 @@ import enum
 
 
 class Role(enum.StrEnum):
-    """Mutable state of a worker, not a class of its own."""
+    """What a worker does for its pool: a value of its configuration, not a class of its own."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -17,8 +17,6 @@ class Task(enum.StrEnum):
     WHOLE = "whole"  # read the prompt and write the answer here
     PREFILL = "prefill"  # read the prompt, hand the KV to a peer
     DECODE = "decode"  # receive the KV from a peer, write the answer
-    SEND_PREFIX = "send_prefix"  # hand KV that is already cached here to a peer's prefix index
-    RECEIVE_PREFIX = "receive_prefix"  # the other end of SEND_PREFIX
 
 
 class Numerics(enum.StrEnum):
@@ -51,7 +49,7 @@ class FirstToken(enum.StrEnum):
 
 # Which tasks each role takes from a router.
 ROLE_TASKS: dict[Role, frozenset[Task]] = {
-    Role.PREFILL: frozenset({Task.PREFILL, Task.SEND_PREFIX, Task.RECEIVE_PREFIX}),
-    Role.DECODE: frozenset({Task.WHOLE, Task.DECODE, Task.SEND_PREFIX, Task.RECEIVE_PREFIX}),
+    Role.PREFILL: frozenset({Task.PREFILL}),
+    Role.DECODE: frozenset({Task.WHOLE, Task.DECODE}),
     Role.MIXED: frozenset(Task),
 }

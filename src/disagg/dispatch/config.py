@@ -4,7 +4,7 @@ import msgspec
 
 from disagg.core.ids import Incarnation
 from disagg.policy.recovery import RecoveryLimits
-from disagg.protocol.messages import PROTOCOL_MAX, PROTOCOL_MIN
+from disagg.protocol.cards import PROTOCOL_MAX, PROTOCOL_MIN
 
 RETRY_AFTER_S = 1.0  # what a client is told when nobody can serve it now
 

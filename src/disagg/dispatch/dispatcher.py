@@ -11,12 +11,12 @@ Views of workers are hints: what a worker answers decides.
 
 from collections.abc import Callable, Iterable
 
-from disagg.core.errors import DisaggError, Failure, FailureKind, Unavailable
+from disagg.core.errors import DisaggError, Failure, FailureKind
 from disagg.core.ids import RequestId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, FinishReason
-from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker, SendToWorker
-from disagg.dispatch.config import RETRY_AFTER_S, DispatcherConfig
-from disagg.dispatch.decided import OnDecided, admission, following, placement_of, recovery_of
+from disagg.dispatch.actions import Deliver, DispatchAction, LogDecision, RefuseWorker
+from disagg.dispatch.config import DispatcherConfig
+from disagg.dispatch.decided import OnDecided, admission, recovery_of
 from disagg.dispatch.events import (
     ChoiceStopped,
     ClientGone,
@@ -27,19 +27,19 @@ from disagg.dispatch.events import (
     WorkerMessageReceived,
     WorkerRegistered,
 )
-from disagg.dispatch.following import find_leader, part_unless_shared, shared_placement
 from disagg.dispatch.gate import Gate, error_of
 from disagg.dispatch.open_request import Choice, OpenRequest
+from disagg.dispatch.outgoing import Outgoing
+from disagg.dispatch.placing import Placing
 from disagg.dispatch.registry import Registry
 from disagg.dispatch.request_table import RequestTable
-from disagg.dispatch.starting import claim, note_reports, start_messages
+from disagg.dispatch.starting import note_reports
 from disagg.dispatch.stream import GenerateRequest, ModelStatus, RequestFailed, TokensDelivered
 from disagg.dispatch.worker_record import WorkerRecord
-from disagg.policy.recovery import Verdict, after_failure, at_drain, while_unplaced
-from disagg.policy.routing import NoPlacement, Placement, choose
+from disagg.policy.recovery import Verdict, after_failure, at_drain
+from disagg.policy.routing import Placement
 from disagg.protocol.lifecycle import ChoiceTrigger
 from disagg.protocol.messages import (
-    AbortSequence,
     AnnouncePeers,
     AnswerRegistration,
     DrainWorker,
@@ -47,11 +47,10 @@ from disagg.protocol.messages import (
     ReportFailure,
     ReportPairing,
     ReportState,
-    RouterToWorker,
 )
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.decision_log import DecisionKind
-from disagg.telemetry.metrics import GENERATED_TOKENS, MESSAGES_IGNORED, MOVES, PLACEMENTS, PROMPT_TOKENS, REQUESTS
+from disagg.telemetry.metrics import GENERATED_TOKENS, MESSAGES_IGNORED, PROMPT_TOKENS, REQUESTS
 from disagg.telemetry.track import RequestTrack
 
 
@@ -67,7 +66,8 @@ class Dispatcher:
         self._gate = Gate(config, self.registry, self.counters)
         self._next_number = 0
         self._now_s = 0.0
-        self._actions: list[DispatchAction] = []
+        self._outgoing = Outgoing()
+        self._placing = Placing(config, self.registry, self._requests, self._outgoing, self.counters, on_decided)
         self._handlers: dict[type, Callable[..., None]] = {
             WorkerRegistered: self._on_registered,
             WorkerLost: self._on_lost,
@@ -97,7 +97,7 @@ class Dispatcher:
         self._handlers[type(event)](event)
         if not isinstance(event, WorkerMessageReceived) or not isinstance(event.message, EmitTokens):
             self._place_waiting()
-        return self._take_actions()
+        return self._outgoing.take()
 
     def next_wake_s(self) -> float:
         """When to send TimePassed if nothing else happens; infinity for never."""
@@ -128,7 +128,7 @@ class Dispatcher:
         self.counters.add(PROMPT_TOKENS, len(request.prompt_ids))
         for choice in opened.choices:
             self._try_place(opened, choice)
-        return request_id, self._take_actions()
+        return request_id, self._outgoing.take()
 
     def _on_choice_stopped(self, event: ChoiceStopped) -> None:
         opened = self._requests.get(event.request_id)
@@ -136,7 +136,7 @@ class Dispatcher:
             return
         choice = opened.choices[event.choice]
         choice.entry.finish = FinishReason.STOP
-        self._abort(choice, "a stop string was matched")
+        self._placing.abort(choice, "a stop string was matched")
         self._end_choice(opened, choice, prompt_due_s=self._now_s)
 
     def _on_client_gone(self, event: ClientGone) -> None:
@@ -145,13 +145,13 @@ class Dispatcher:
             self._end_all(opened, ChoiceTrigger.CLIENT_GONE, "the client has gone", "aborted")
 
     def _give_up(self, opened: OpenRequest, error: DisaggError) -> None:
-        self._actions.append(Deliver(opened.request_id, RequestFailed(error)))
+        self._outgoing.act(Deliver(opened.request_id, RequestFailed(error)))
         self._end_all(opened, ChoiceTrigger.GIVEN_UP, str(error), "failed")
 
     def _end_all(self, opened: OpenRequest, trigger: ChoiceTrigger, reason: str, outcome: str) -> None:
         for choice in opened.choices:
             if choice.is_open:
-                self._abort(choice, reason)
+                self._placing.abort(choice, reason)
                 choice.end(trigger, self._now_s)
         self._close(opened, outcome)
 
@@ -189,66 +189,9 @@ class Dispatcher:
 
     def _try_place(self, opened: OpenRequest, choice: Choice) -> None:
         """The request may be over then: nobody could take this choice for too long."""
-        choice.unfollow(self._now_s)
-        placement = self._choose(opened, choice)
-        leader = find_leader(self.registry, opened, choice, placement)
-        if leader is not None:
-            self._decided(following(choice, leader))
-            choice.follow(leader)
-            claim(self.registry, leader)
-            return
-        self._decided(placement_of(choice, placement))
-        if isinstance(placement, NoPlacement):
-            choice.place_after_s = choice.unplaced_since_s  # whoever comes takes it
-            recovery = while_unplaced(self._now_s - choice.unplaced_since_s, placement.missing, self.config.recovery)
-            if recovery.verdict is Verdict.GIVE_UP:
-                self._decided(recovery_of(DecisionKind.WAITING, choice, recovery))
-                why = f"{choice.last_reason}; {recovery.reason}" if choice.last_reason else recovery.reason
-                self._give_up(opened, Unavailable(why, retry_after_s=RETRY_AFTER_S))
-            return
-        self._place(choice, placement)
-
-    def _place(self, choice: Choice, placement: Placement) -> None:
-        choice.place(placement, self._now_s)
-        choice.machine.fire(ChoiceTrigger.WORKERS_TOLD)
-        self._requests.note(choice)
-        part_unless_shared(self.registry, choice, self._now_s)
-        self.counters.add(PLACEMENTS, label=placement.reason.value)
-        claim(self.registry, choice)
-        for worker_id, message in start_messages(self.registry, choice, self._now_s):
-            self._tell(worker_id, message)
-
-    def _start_followers(self, opened: OpenRequest, leader: Choice, record: WorkerRecord) -> None:
-        """Their prompt is there. On a worker that drains they stay only if nobody else could take them."""
-        for follower in tuple(leader.followers):
-            follower.unfollow(self._now_s)
-            alone = self._choose(opened, follower)
-            if record.is_draining and isinstance(alone, Placement):
-                self._try_place(opened, follower)
-                continue
-            shared = shared_placement(record, follower)
-            self._decided(placement_of(follower, shared))
-            self._place(follower, shared)
-        if leader.is_placed:
-            claim(self.registry, leader)
-
-    def _choose(self, opened: OpenRequest, choice: Choice) -> Placement | NoPlacement:
-        views = self.registry.views(opened.model, choice.revision)
-        return choose(views, choice.demand(), self.config.local_prefill_tokens)
-
-    def _move(self, opened: OpenRequest, choice: Choice, reason: str, label: str) -> None:
-        """Take it from its workers; it is placed again before handle() returns, if anybody can take it."""
-        text = f"moving {choice.sequence_id} after {len(choice.entry.tokens)} tokens: {reason}"
-        self._actions.append(LogDecision(text))
-        self.counters.add(MOVES, label=label)
-        self._abort(choice, reason)
-        choice.leave(reason, label, self._now_s)
-        self._requests.note(choice)
-
-    def _abort(self, choice: Choice, reason: str) -> None:
-        for worker_id in choice.workers:
-            self._tell(worker_id, AbortSequence(choice.sequence_id, choice.attempt, reason))
-        self.registry.release(choice.sequence_id, choice.workers)
+        given_up = self._placing.try_place(opened, choice, self._now_s)
+        if given_up is not None:
+            self._give_up(opened, given_up)
 
     def _deadline_s(self, choice: Choice) -> float:
         is_first = choice.is_placed and self.registry.is_first_to_read(choice.sequence_id, choice.workers[-1])
@@ -261,9 +204,9 @@ class Dispatcher:
         failure = self.registry.refusal(card)
         answer = AnswerRegistration(self.config.incarnation, failure)
         if failure is not None:
-            self._actions.append(RefuseWorker(card.worker_id, answer))
+            self._outgoing.act(RefuseWorker(card.worker_id, answer))
             return
-        self._tell(card.worker_id, answer)
+        self._outgoing.tell(card.worker_id, answer)
         # The same process on a new connection: it dropped everything when it lost the old one.
         self._on_lost(WorkerLost(card.worker_id, card.incarnation, "it registered again"))
         self.registry.add(card, is_draining=event.is_draining)
@@ -290,14 +233,14 @@ class Dispatcher:
         recovery = after_failure(failure.kind, failure.message, choice.attempt, self.config.recovery)
         self._decided(recovery_of(DecisionKind.RECOVERY, choice, recovery))
         if recovery.verdict is Verdict.MOVE:
-            self._move(opened, choice, recovery.reason, failure.kind.value)
+            self._placing.move(choice, recovery.reason, failure.kind.value, self._now_s)
             choice.place_after_s = self._now_s + recovery.delay_s
         else:
             self._give_up(opened, error_of(failure, recovery))
 
     def _announce(self) -> None:
         for record in self.registry.records():
-            self._tell(record.card.worker_id, AnnouncePeers(self.registry.peers_to_meet(record.card)))
+            self._outgoing.tell(record.card.worker_id, AnnouncePeers(self.registry.peers_to_meet(record.card)))
 
     def _on_message(self, event: WorkerMessageReceived) -> None:
         record = self.registry.get(event.worker_id)
@@ -323,20 +266,20 @@ class Dispatcher:
     def _on_drain_asked(self, event: DrainAsked) -> None:
         record = self.registry.get(event.worker_id)
         if record is not None and not record.is_draining:
-            self._tell(event.worker_id, DrainWorker())
+            self._outgoing.tell(event.worker_id, DrainWorker())
             self._start_drain(record)
 
     def _start_drain(self, record: WorkerRecord) -> None:
         """No new work; long answers go elsewhere, short ones end here."""
         record.drain()
-        self._actions.append(LogDecision(f"worker {record.card.worker_id} drains"))
+        self._outgoing.act(LogDecision(f"worker {record.card.worker_id} drains"))
         for opened, choice in self._requests.written_by(record.card.worker_id):
-            is_elsewhere = isinstance(self._choose(opened, choice), Placement)
+            is_elsewhere = isinstance(self._placing.choose(opened, choice), Placement)
             limits = self.config.recovery
             recovery = at_drain(choice.num_remaining_tokens, has_other_worker=is_elsewhere, limits=limits)
             self._decided(recovery_of(DecisionKind.DRAIN, choice, recovery))
             if recovery.verdict is Verdict.MOVE:
-                self._move(opened, choice, recovery.reason, "drain")
+                self._placing.move(choice, recovery.reason, "drain", self._now_s)
 
     def _on_tokens(self, record: WorkerRecord, message: EmitTokens) -> None:
         worker_id, revision = record.card.worker_id, record.card.pool.revision
@@ -352,7 +295,7 @@ class Dispatcher:
         for sequence_id, tokens in by_sequence.items():
             choice = self._requests.choice(sequence_id)
             if choice is not None and choice.followers and worker_id == choice.workers[0]:
-                self._start_followers(self._requests[sequence_id.request_id], choice, record)
+                self._placing.start_followers(self._requests[sequence_id.request_id], choice, record, self._now_s)
             if choice is None or not choice.is_open or worker_id not in choice.workers:
                 self.counters.add(MESSAGES_IGNORED, label="token")
             else:
@@ -371,7 +314,7 @@ class Dispatcher:
             self._requests.note(choice)
         request_id, finish = choice.sequence_id.request_id, choice.entry.finish
         delivered = TokensDelivered(choice.sequence_id.choice, tuple(fresh), finish)
-        self._actions.append(Deliver(request_id, delivered))
+        self._outgoing.act(Deliver(request_id, delivered))
         if finish is not None:
             self._end_choice(self._requests[request_id], choice, self._now_s + self.config.recovery.max_judging_s)
         return len(fresh)
@@ -397,14 +340,7 @@ class Dispatcher:
         source = self.registry.get(placement.prefill) if placement is not None and placement.prefill else None
         if placement is not None and source is not None:
             source.unpair(placement.decode)
-            self._tell(source.card.worker_id, AnnouncePeers(self.registry.peers_to_meet(source.card)))
-
-    def _tell(self, worker_id: WorkerId, message: RouterToWorker) -> None:
-        self._actions.append(SendToWorker(worker_id, message))
-
-    def _take_actions(self) -> list[DispatchAction]:
-        actions, self._actions = self._actions, []
-        return actions
+            self._outgoing.tell(source.card.worker_id, AnnouncePeers(self.registry.peers_to_meet(source.card)))
 
     def check_invariants(self) -> None:
         self.registry.check_invariants()

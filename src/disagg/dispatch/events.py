@@ -3,7 +3,8 @@
 import msgspec
 
 from disagg.core.ids import Incarnation, RequestId, WorkerId
-from disagg.protocol.messages import WorkerCard, WorkerToRouter
+from disagg.protocol.cards import WorkerCard
+from disagg.protocol.messages import WorkerToRouter
 
 
 class WorkerRegistered(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ from disagg.core.roles import Role
 from disagg.dispatch.worker_record import WorkerRecord
 from disagg.policy.admission import Limits
 from disagg.policy.routing import WorkerView, what_is_missing
-from disagg.protocol.messages import PROTOCOL_MAX, PROTOCOL_MIN, WorkerCard
+from disagg.protocol.cards import PROTOCOL_MAX, PROTOCOL_MIN, WorkerCard
 from disagg.protocol.pairing import card_flaw, is_handoff_pair
 
 

@@ -9,7 +9,8 @@ from disagg.dispatch.open_request import Choice
 from disagg.dispatch.registry import Registry
 from disagg.dispatch.worker_record import WorkerRecord
 from disagg.policy.routing import FALLBACKS, Placement, PlacementReason
-from disagg.protocol.messages import EmitTokens, PromptReport, StageReport, StartSequence, WorkerCard
+from disagg.protocol.cards import WorkerCard
+from disagg.protocol.messages import EmitTokens, PromptReport, StageReport, StartSequence
 from disagg.protocol.pairing import common_kinds
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import MOVED_TOKENS

@@ -3,7 +3,8 @@
 from disagg.core.errors import Failure, InternalFault
 from disagg.core.ids import Incarnation, SequenceId, WorkerId
 from disagg.policy.routing import WorkerView
-from disagg.protocol.messages import WorkerCard, WorkerState
+from disagg.protocol.cards import WorkerCard
+from disagg.protocol.messages import WorkerState
 
 
 class WorkerRecord:

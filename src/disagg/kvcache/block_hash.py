@@ -20,13 +20,6 @@ def root_hash(model_digest: str, numerics: str, salt: str = "", form: str = "") 
     return BlockHash(hashlib.blake2b(text.encode(), digest_size=HASH_BYTES).digest())
 
 
-def extend_hashes(
-    hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, root: BlockHash
-) -> list[BlockHash]:
-    """Append to `hashes` those of the full blocks of token_ids that are not in it yet; returns it."""
-    return append_hashes(hashes, token_ids[len(hashes) * block_size :], block_size, root)
-
-
 def append_hashes(
     hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, root: BlockHash
 ) -> list[BlockHash]:

@@ -1,7 +1,7 @@
 """Every block of one arena is in exactly one state, and the states sum to the total.
 
 free -> held | reserved
-reserved -> held | quarantined | free
+reserved -> held | quarantined
 held (refcount >= 1) -> free | cached
 cached (refcount 0, in the prefix index) -> held | free
 quarantined -> free | held (what was complete and verified)
@@ -93,11 +93,6 @@ class BlockPool:
         self._move_all(blocks, BlockState.RESERVED, BlockState.HELD)
         for block in blocks:
             self._refcounts[block] = 1
-
-    def unreserve(self, blocks: Sequence[BlockId]) -> None:
-        """A reservation that no peer was ever told of."""
-        for block in blocks:
-            self._set_free(block, BlockState.RESERVED)
 
     def quarantine(self, blocks: Sequence[BlockId]) -> None:
         """Given up while a peer could still write: unusable until the transport's fence holds."""

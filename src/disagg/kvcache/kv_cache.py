@@ -6,7 +6,7 @@ import msgspec
 
 from disagg.core.errors import InternalFault
 from disagg.core.ids import BlockId
-from disagg.kvcache.block_hash import BlockHash, append_hashes, extend_hashes
+from disagg.kvcache.block_hash import BlockHash, append_hashes
 from disagg.kvcache.block_pool import BlockPool, BlockState
 from disagg.kvcache.prefix_index import PrefixIndex
 
@@ -39,10 +39,9 @@ class Allocation(msgspec.Struct, frozen=True):
 class KvCache:
     """Allocation with reuse: evicts unused cached blocks, least recently used leaf first."""
 
-    def __init__(self, num_blocks: int, block_size: int, root: BlockHash) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
-        self._root = root
         self._index = PrefixIndex()
         self.num_evicted = 0
 
@@ -53,10 +52,6 @@ class KvCache:
     def num_available(self) -> int:
         """Blocks that an allocation could get now."""
         return self.pool.count(BlockState.FREE) + self.pool.count(BlockState.CACHED)
-
-    def extend_hashes(self, hashes: list[BlockHash], token_ids: Sequence[int]) -> list[BlockHash]:
-        """Append the hashes of newly full blocks of token_ids to the sequence's own list."""
-        return extend_hashes(hashes, token_ids, self.block_size, self._root)
 
     def append_hashes(self, hashes: list[BlockHash], token_ids: Sequence[int], root: BlockHash) -> list[BlockHash]:
         """Append the hashes of the full blocks of tokens that follow those of `hashes`, in a chain of this root."""

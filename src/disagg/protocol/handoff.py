@@ -1,4 +1,4 @@
-"""Both ends of a hand-off as tables.
+"""Both ends of a hand-off as tables, and the key of its grant.
 
 Source (whoever has or computes the KV):
   1. QUEUED: nothing asked yet. The reservation is asked when the first chunk is about to run.
@@ -11,7 +11,7 @@ Source (whoever has or computes the KV):
 Destination (whoever will use it):
   1. EXPECTED: the router has announced the sequence; no blocks yet.
   2. RECEIVING: blocks are reserved, the peer may write.
-  3. COMPLETE: all layers are verified (and, where one is due, the first token is here); the grant is being withdrawn.
+  3. COMPLETE: all layers are verified and the first token is here; the grant is being withdrawn.
   4. FENCING: given up; blocks stay in quarantine until the transport's fence holds.
   5. IN_STEP: given up and fenced, but a part of its first step is in the engine: the quarantine goes on.
 

@@ -41,7 +41,6 @@ SEQUENCE_TABLE: TransitionTable[SequenceState, SequenceTrigger] = TransitionTabl
         (_S.PREFILLING, _T.DROPPED): _S.ENDED,
         (_S.PREFILLING, _T.DROPPED_IN_USE): _S.CLOSING,
         (_S.RECEIVING, _T.KV_COMPLETE): _S.DECODING,
-        (_S.RECEIVING, _T.FINISHED): _S.ENDED,  # a prefix for the index: nothing to decode
         (_S.RECEIVING, _T.DROPPED_IN_USE): _S.CLOSING,
         (_S.DECODING, _T.FINISHED): _S.ENDED,
         (_S.DECODING, _T.PREEMPTED): _S.WAITING,

@@ -8,55 +8,19 @@
                        OfferReservation, FinishPrefill, TakeHandoff, CancelHandoff, RenewLeases
     any direction      Beat
 
-Leases travel as remaining seconds; clocks of two processes are never compared.
+What a worker shows of itself in them stands in cards.py. Leases travel as remaining seconds; clocks of two processes
+are never compared.
 """
 
 import msgspec
 
-from disagg.core.endpoints import Endpoint, TransportRate
+from disagg.core.endpoints import TransportRate
 from disagg.core.errors import Failure
-from disagg.core.formats import KvWire
 from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, FinishReason, SequenceSpec
-from disagg.core.roles import Numerics, Role, Task
-from disagg.core.spans import KvLayout
+from disagg.core.roles import Task
+from disagg.protocol.cards import PROTOCOL_MAX, PROTOCOL_MIN, WorkerCard
 from disagg.telemetry.stages import StageTime
-
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
-
-
-class PoolCard(msgspec.Struct, frozen=True, array_like=True):
-    """What must be equal between two workers that serve one model."""
-
-    model: str  # the name clients use
-    model_digest: str  # over the weights, not only the geometry
-    tokenizer_digest: str
-    numerics: Numerics
-    vocab_size: int
-    max_context: int  # tokens
-    arithmetic: str = ""  # weights and kernels: what must be equal for answers to be equal
-
-    @property
-    def revision(self) -> tuple[str, str]:
-        """What one answer keeps to, whoever writes it."""
-        return (self.model_digest, self.numerics.value)
-
-
-class WorkerCard(msgspec.Struct, frozen=True, array_like=True):
-    """Everything others need to know of a worker; fixed for one incarnation except for its role."""
-
-    worker_id: WorkerId
-    incarnation: Incarnation
-    role: Role
-    pool: PoolCard
-    layout: KvLayout
-    num_blocks: int
-    control_address: str  # "host:port" where peers connect
-    data_endpoints: tuple[Endpoint, ...]  # of each rank, one or more
-    protocol_min: int = PROTOCOL_MIN
-    protocol_max: int = PROTOCOL_MAX
-    kv_wire: KvWire = KvWire.NATIVE  # how KV travels to and from this worker
 
 
 class CounterValue(msgspec.Struct, frozen=True, array_like=True):
@@ -77,7 +41,7 @@ class LinkState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerState(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker says of itself with every beat. A hint to routers: the worker's answer decides."""
+    """What a worker says of itself again and again. A hint to routers: the worker's answer decides."""
 
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
@@ -162,9 +126,8 @@ class ReportFailure(msgspec.Struct, frozen=True, array_like=True, tag="report_fa
 
 
 class ReportState(msgspec.Struct, frozen=True, array_like=True, tag="report_state"):
-    """Sent with every beat and whenever the role changes."""
+    """Sent four times a second, and when draining begins."""
 
-    role: Role
     state: WorkerState
     is_draining: bool = False
 
@@ -262,7 +225,6 @@ class RequestReservation(msgspec.Struct, frozen=True, array_like=True, tag="requ
     handoff_id: HandoffId
     fence: Fence
     num_tokens: int
-    lease_s: float  # how long the source keeps its blocks without hearing from the destination
 
 
 class AnswerReservation(msgspec.Struct, frozen=True, array_like=True, tag="answer_reservation"):
@@ -277,7 +239,6 @@ class AnswerReservation(msgspec.Struct, frozen=True, array_like=True, tag="answe
     retry_after_s: float = 0.0
     blocks: tuple[BlockId, ...] = ()
     first_missing_token: int = 0
-    lease_s: float = 0.0
     grant_key: bytes = b""
     num_blocks: int = 0  # of the destination's arena: with its layout, what turns blocks into byte ranges
 
@@ -290,14 +251,14 @@ class OfferReservation(msgspec.Struct, frozen=True, array_like=True, tag="offer_
 
 
 class FinishPrefill(msgspec.Struct, frozen=True, array_like=True, tag="finish_prefill"):
-    """Source to destination: the prompt is computed; here is the first token. None for a prefix hand-off.
+    """Source to destination: the prompt is computed; here is the first token.
 
     bytes_per_s: what the source has learned of its link to the destination, or has measured before; 0: neither.
     """
 
     handoff_id: HandoffId
     fence: Fence
-    first_token: EmittedToken | None
+    first_token: EmittedToken
     bytes_per_s: float = 0.0
 
 
@@ -317,7 +278,10 @@ class CancelHandoff(msgspec.Struct, frozen=True, array_like=True, tag="cancel_ha
 
 
 class RenewLeases(msgspec.Struct, frozen=True, array_like=True, tag="renew_leases"):
-    """Either end: I still want these hand-offs; keep what you hold for them another lease_s."""
+    """Either end: I still want these hand-offs; keep what you hold for them another lease_s seconds.
+
+    By the clock, a third of the way; and in answer to a peer with a shorter lease, which gives up sooner.
+    """
 
     handoff_ids: tuple[HandoffId, ...]
     lease_s: float

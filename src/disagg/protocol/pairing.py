@@ -8,7 +8,7 @@ from disagg.core.formats import KvWire
 from disagg.core.ids import RANK_MARK
 from disagg.core.roles import Numerics, Role
 from disagg.core.spans import DTYPE_BYTES, KvLayout, KvOrder
-from disagg.protocol.messages import WorkerCard
+from disagg.protocol.cards import WorkerCard
 
 # Pairs of roles between which prompts are handed off, prefill side first.
 HANDOFF_ROLES: frozenset[tuple[Role, Role]] = frozenset({(Role.PREFILL, Role.DECODE)})

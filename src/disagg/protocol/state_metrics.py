@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from typing import NamedTuple
 
-from disagg.protocol.messages import WorkerCard, WorkerState
+from disagg.protocol.cards import WorkerCard
+from disagg.protocol.messages import WorkerState
 from disagg.telemetry import metrics as table
 from disagg.telemetry.exposition import Family, Sample, add_label, exposition, labels_text
 from disagg.telemetry.metrics import WORKER_LABELS, WORKER_METRICS, Metric, MetricKind

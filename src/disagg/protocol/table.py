@@ -23,9 +23,6 @@ class TransitionTable(Generic[S, T]):
         sources = {state for state, _ in self._transitions}
         self.final = frozenset(target for target in self._transitions.values() if target not in sources)
 
-    def can(self, state: S, trigger: T) -> bool:
-        return (state, trigger) in self._transitions
-
     def rows(self) -> list[tuple[S, T, S]]:
         return [(state, trigger, target) for (state, trigger), target in self._transitions.items()]
 
@@ -51,13 +48,6 @@ class Machine(Generic[S, T]):
         self.subject = subject
         self.state = table.initial
         self._story: deque[T] = deque(maxlen=MAX_STORY)
-
-    @property
-    def is_final(self) -> bool:
-        return self.state in self._table.final
-
-    def can(self, trigger: T) -> bool:
-        return self._table.can(self.state, trigger)
 
     def fire(self, trigger: T) -> S:
         target = self._table.target(self.state, trigger)

@@ -42,13 +42,13 @@ from disagg.dispatch.stream import (
     TokenStream,
 )
 from disagg.policy.routing import Path
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.messages import (
     AnswerCluster,
     AnswerDrain,
     RegisterWorker,
     RequestCluster,
     RequestDrain,
-    WorkerCard,
     WorkerState,
     WorkerToRouter,
 )

@@ -26,9 +26,8 @@ class HandoffDestination:
         self.answer: AnswerReservation | None = None  # given; the same again to a repeated question
         self.num_tokens = 0
         self.first_missing_token = 0
-        self.is_prefill_finished = False
-        self.num_awaited = 0  # tokens that it was refused room for, until its source is told that they fit
-        self.first_token: EmittedToken | None = None
+        self.awaits_room = False  # refused; its source is to be told once it fits
+        self.first_token: EmittedToken | None = None  # of the answer, once the source has computed the prompt
         self.bytes_per_s = 0.0  # of the link, as the source knows it; 0 for unknown
         self.why_whole = PartialOutcome.TOO_LATE  # why its first step has not begun before all is here, so far
         self._ledger: SpanLedger | None = None
@@ -59,9 +58,12 @@ class HandoffDestination:
             self._ledger.add(span)
 
     def finish_prefill(self, message: FinishPrefill) -> None:
-        self.is_prefill_finished = True
         self.first_token = message.first_token
         self.bytes_per_s = message.bytes_per_s
+
+    @property
+    def is_prefill_finished(self) -> bool:
+        return self.first_token is not None
 
     @property
     def is_all_here(self) -> bool:

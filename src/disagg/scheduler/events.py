@@ -5,7 +5,8 @@ import msgspec
 from disagg.core.errors import Failure
 from disagg.core.ids import HandoffId, Incarnation, StepId, WorkerId
 from disagg.core.spans import Span
-from disagg.protocol.messages import RouterToWorker, WorkerCard, WorkerToWorker
+from disagg.protocol.cards import WorkerCard
+from disagg.protocol.messages import RouterToWorker, WorkerToWorker
 from disagg.scheduler.engine import StepResult
 
 

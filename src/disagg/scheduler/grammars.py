@@ -5,26 +5,25 @@ _on_start -> PrepareGrammar -> (engine, beside its steps) -> GrammarPrepared -> 
 
 from disagg.core.errors import Failure, FailureKind, InternalFault
 from disagg.core.ids import HandoffId
-from disagg.core.roles import Task
 from disagg.scheduler.actions import PrepareGrammar
+from disagg.scheduler.closing import Closing
 from disagg.scheduler.events import GrammarPrepared
 from disagg.scheduler.sequence import Sequence
 from disagg.scheduler.state import SchedulerState
-
-_SAMPLES = (Task.WHOLE, Task.PREFILL, Task.DECODE)
 
 
 class Grammars:
     """Who waits for a grammar, and until when."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, closing: Closing) -> None:
         self._state = state
+        self._closing = closing
         self._waiting: dict[HandoffId, Sequence] = {}  # also those dropped meanwhile, until they are looked at
 
     def ask(self, sequence: Sequence) -> None:
         """Called once for each sequence that was added."""
         grammar = sequence.spec.sampling.grammar
-        if grammar is not None and sequence.task in _SAMPLES:
+        if grammar is not None:
             sequence.grammar_until_s = self._state.now_s + self._state.config.grammar_timeout_s
             self._waiting[sequence.attempt_id] = sequence
             self._state.act(PrepareGrammar(sequence.attempt_id, grammar, tuple(sequence.answer_ids)))
@@ -36,7 +35,7 @@ class Grammars:
             return
         sequence.grammar_until_s = None
         if event.failure is not None:
-            self._state.fail(sequence, event.failure)
+            self._closing.fail(sequence, event.failure)
 
     def on_clock(self) -> None:
         """Give up those that have waited too long."""
@@ -45,7 +44,7 @@ class Grammars:
             if sequence.grammar_until_s is not None and sequence.grammar_until_s <= self._state.now_s:
                 del self._waiting[sequence.attempt_id]
                 text = f"its grammar was not prepared within {timeout_s:g} s; ask for a simpler one"
-                self._state.fail(sequence, Failure(FailureKind.INTERNAL, text))
+                self._closing.fail(sequence, Failure(FailureKind.INTERNAL, text))
 
     def next_wake_s(self) -> float:
         """When on_clock has something to do; infinity when nobody waits."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
+from disagg.core.roles import Task
 from disagg.protocol.handoff import SourceState
 from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.messages import (
@@ -16,11 +17,11 @@ from disagg.protocol.messages import (
     TakeHandoff,
     WorkerToWorker,
 )
+from disagg.scheduler.closing import Closing
 from disagg.scheduler.leases import LEASED_SOURCE, End, leased_end
 from disagg.scheduler.receiving import Receiving
 from disagg.scheduler.sending import Sending
 from disagg.scheduler.sequence import Sequence
-from disagg.scheduler.sequence_table import RECEIVES, SENDS
 from disagg.scheduler.state import SchedulerState
 
 # A source that still queues holds nothing, but its destination expects to hear of it.
@@ -37,10 +38,11 @@ _STATES_WITH_PEER = (
 class Handoffs:
     """Both sides, and what belongs to both."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, closing: Closing) -> None:
         self._state = state
-        self.sending = Sending(state)
-        self.receiving = Receiving(state)
+        self._closing = closing
+        self.sending = Sending(state, closing)
+        self.receiving = Receiving(state, closing)
         self._renew_at_s = 0.0
         self._on_message: dict[type, Callable[..., None]] = {
             RequestReservation: self.receiving.on_request_reservation,
@@ -74,7 +76,7 @@ class Handoffs:
             leased = leased_end(sequence)
             if leased is not None:
                 text = f"nothing was heard of hand-off {handoff_id} from {leased.peer} for {state.config.lease_s} s"
-                state.fail(sequence, Failure(FailureKind.LEASE_EXPIRED, text))
+                self._closing.fail(sequence, Failure(FailureKind.LEASE_EXPIRED, text))
         if state.now_s < self._renew_at_s:
             return
         by_peer: dict[WorkerId, list[HandoffId]] = {}
@@ -97,7 +99,7 @@ class Handoffs:
     def _has_to_renew(self) -> bool:
         """Whether there is an end that the other one is to hear of now and then."""
         table = self._state.table
-        if table.asking or table.has_waiting(SENDS) or table.has_waiting(RECEIVES):
+        if table.asking or table.waiting(Task.PREFILL) or table.waiting(Task.DECODE):
             return True
         for sequence in table.in_state(SequenceState.PREFILLING, SequenceState.RECEIVING, SequenceState.HANDING_OFF):
             if _renewing_end(sequence) is not None:
@@ -112,15 +114,25 @@ class Handoffs:
         elif not (sequence.is_live and sequence.needs_peer):
             self._state.ignore(message)  # dropped already, or ours by now
         else:
-            self._state.fail(sequence, message.failure)
+            self._closing.fail(sequence, message.failure)
 
     def _on_renew_leases(self, peer: WorkerId, message: RenewLeases) -> None:
+        state, own_s = self._state, self._state.config.lease_s
+        lease_s = min(own_s, max(0.0, message.lease_s))  # in this order, so that what is no number is 0
+        wanted: list[HandoffId] = []
         for handoff_id in message.handoff_ids:
-            sequence = self._state.sequences.get(handoff_id)
-            for end in (sequence.source, sequence.destination) if sequence is not None else ():
+            sequence = state.sequences.get(handoff_id)
+            if sequence is None:
+                continue
+            for end in (sequence.source, sequence.destination):
                 if end is not None and end.peer == peer:
-                    lease_s = min(message.lease_s, self._state.config.lease_s)
-                    self._state.leases.lease(end, self._state.now_s + lease_s)
+                    state.leases.lease(end, state.now_s + lease_s)
+            renewing = _renewing_end(sequence)
+            if renewing is not None and renewing.peer == peer:
+                wanted.append(handoff_id)
+        # A peer with a shorter lease would give up before it is our turn to renew: it hears of us whenever it speaks.
+        if wanted and lease_s < own_s:
+            state.tell(peer, RenewLeases(tuple(wanted), own_s))
 
 
 def _renewing_end(sequence: Sequence) -> End | None:

@@ -9,7 +9,7 @@
      thrown away and the whole step is done in company.
 
 Whoever gives the sequence up throws its part-done step away with it; blocks that a part in the engine may still touch
-stay where they are until it is back (`state.py`). How many layers, and whether at all: `policy/partial_start.py`.
+stay where they are until it is back (`closing.py`). How many layers, and whether at all: `policy/partial_start.py`.
 """
 
 from typing import NamedTuple

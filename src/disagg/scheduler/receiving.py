@@ -3,7 +3,7 @@
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
 from disagg.core.request import EmittedToken
-from disagg.core.roles import FirstToken, PartialStart, Task
+from disagg.core.roles import FirstToken, PartialStart
 from disagg.kvcache.conversion import shared_heads
 from disagg.policy.partial_start import PartialOutcome
 from disagg.protocol.handoff import DestinationState, DestinationTrigger
@@ -17,6 +17,7 @@ from disagg.protocol.messages import (
     TakeHandoff,
 )
 from disagg.scheduler.actions import OpenGrant, RevokeGrant
+from disagg.scheduler.closing import Closing
 from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.events import GrantFenced, WriteLanded
 from disagg.scheduler.room_offers import RoomOffers
@@ -35,8 +36,9 @@ from disagg.telemetry.stages import Stage
 class Receiving:
     """Every hand-off that comes to this worker."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, closing: Closing) -> None:
         self._state = state
+        self._closing = closing
         self._offers = RoomOffers(state.sequences)
 
     def on_request_reservation(self, peer: WorkerId, message: RequestReservation) -> None:
@@ -49,7 +51,7 @@ class Receiving:
         elif destination.state is not DestinationState.EXPECTED:
             text = f"hand-off {message.handoff_id} is {destination.state.value} here"
             answer = self._refuse(message, FailureKind.CANCELLED, text)
-        elif not self._is_offer_right(sequence, message.num_tokens):
+        elif message.num_tokens != sequence.num_to_read:
             text = f"{message.num_tokens} tokens offered, the sequence has {sequence.num_to_read}"
             answer = self._refuse(message, FailureKind.INVALID_REQUEST, text)
         else:
@@ -57,12 +59,6 @@ class Receiving:
         if answer.failure is not None:
             self._state.counters.add(RESERVATIONS_REFUSED, label=answer.failure.kind.value)
         self._state.tell(peer, answer)
-
-    def _is_offer_right(self, sequence: Sequence, num_tokens: int) -> bool:
-        """A part of a prefix is welcome in the index; what is decoded from must be whole."""
-        if sequence.task is Task.RECEIVE_PREFIX:
-            return 0 < num_tokens <= sequence.num_to_read
-        return num_tokens == sequence.num_to_read
 
     def _refuse(self, message: RequestReservation, kind: FailureKind, text: str) -> AnswerReservation:
         config = self._state.config
@@ -77,11 +73,11 @@ class Receiving:
         hashes = state.extend_hashes(sequence, num_tokens)
         allocation = None
         if self._may_have_blocks(sequence):
-            to_hold = self._num_to_hold(sequence, num_tokens)
+            to_hold = sequence.num_tokens_to_hold(config.answer_headroom)
             allocation = state.cache.try_reserve(hashes, num_tokens, to_hold, state.num_spare_blocks)
         if allocation is None:
             state.refuse(sequence)
-            self._offers.refuse(sequence, destination, num_tokens)
+            self._offers.refuse(sequence, destination)
             text = f"{state.cache.num_available} of {config.num_blocks} blocks are free or cached now"
             return self._refuse(message, FailureKind.OVERLOADED, text)
         first_missing = min(allocation.num_cached * state.cache.block_size, num_tokens)
@@ -97,7 +93,6 @@ class Receiving:
             fence=message.fence,
             blocks=allocation.blocks[: state.cache.num_blocks_for(num_tokens)],
             first_missing_token=first_missing,
-            lease_s=config.lease_s,
             grant_key=destination.grant_key,
             num_blocks=config.num_blocks,
         )
@@ -107,10 +102,6 @@ class Receiving:
         """Whether it may have blocks if there are any."""
         return not self._state.is_full() and not self._state.would_overtake(sequence)
 
-    def _num_to_hold(self, sequence: Sequence, num_tokens: int) -> int:
-        """Tokens that need room when so many are received."""
-        return sequence.num_tokens_to_hold(self._state.config.answer_headroom) if sequence.writes_answer else num_tokens
-
     def offer_room(self) -> None:
         """Tell the source of the oldest refused hand-off once that fits; those behind it wait."""
         state = self._state
@@ -118,9 +109,8 @@ class Receiving:
         destination = sequence.destination if sequence is not None else None
         if sequence is None or destination is None or not self._may_have_blocks(sequence):
             return
-        num_tokens = destination.num_awaited
-        to_hold = self._num_to_hold(sequence, num_tokens)
-        if state.cache.can_reserve(sequence.hashes, num_tokens, to_hold, state.num_spare_blocks):
+        to_hold = sequence.num_tokens_to_hold(state.config.answer_headroom)
+        if state.cache.can_reserve(sequence.hashes, sequence.num_to_read, to_hold, state.num_spare_blocks):
             self._offers.tell(sequence, destination, state.now_s + state.config.retry_s)
             state.tell(destination.peer, OfferReservation(destination.handoff_id, destination.fence))
 
@@ -151,7 +141,7 @@ class Receiving:
             return
         if not self._is_first_token_right(sequence, message.first_token):
             text = f"{peer} finished with the token {message.first_token}, which is not the next of this answer"
-            self._state.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, text))
+            self._closing.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, text))
             return
         destination.finish_prefill(message)
         self._state.stages.enter(sequence, Stage.TRANSFER, self._state.now_s)
@@ -166,9 +156,7 @@ class Receiving:
             failure = Failure(FailureKind.CANCELLED, f"hand-off {message.handoff_id} is not known here")
             self._state.tell(peer, CancelHandoff(message.handoff_id, message.fence, failure))
 
-    def _is_first_token_right(self, sequence: Sequence, token: EmittedToken | None) -> bool:
-        if sequence.task is Task.RECEIVE_PREFIX or token is None:
-            return (token is None) == (sequence.task is Task.RECEIVE_PREFIX)
+    def _is_first_token_right(self, sequence: Sequence, token: EmittedToken) -> bool:
         return token.sequence_id == sequence.sequence_id and token.position == len(sequence.answer_ids)
 
     def on_grant_fenced(self, event: GrantFenced) -> None:
@@ -181,7 +169,7 @@ class Receiving:
             destination.machine.fire(DestinationTrigger.GRANT_FENCED)
             self._take_over(sequence, destination)
         else:
-            self._state.fence_given_up(sequence, destination)
+            self._closing.fence_given_up(sequence, destination)
 
     def _complete_if_all_here(self, destination: HandoffDestination) -> None:
         if destination.is_all_here:
@@ -190,9 +178,10 @@ class Receiving:
             self._state.act(RevokeGrant(destination.grant_key))
 
     def _take_over(self, sequence: Sequence, destination: HandoffDestination) -> None:
-        """The KV is ours: decode from here, or keep it for the prefix index."""
-        state, allocation = self._state, destination.allocation
+        """The KV is ours: decode from here."""
+        state, allocation, first_token = self._state, destination.allocation, destination.first_token
         assert allocation is not None
+        assert first_token is not None
         state.cache.confirm(allocation)
         sequence.blocks = allocation.blocks
         sequence.num_computed = destination.num_tokens
@@ -204,17 +193,14 @@ class Receiving:
         else:
             sequence.blocks = state.cache.commit_shared(sequence.hashes, sequence.blocks, sequence.num_committed)
         sequence.num_committed = len(sequence.hashes)
-        if sequence.task is Task.RECEIVE_PREFIX or destination.first_token is None:
-            state.finish(sequence)
-            return
         state.move(sequence, SequenceTrigger.KV_COMPLETE)
-        sequence.answer_ids.append(destination.first_token.token_id)
+        sequence.answer_ids.append(first_token.token_id)
         is_over = sequence.finish_reason() is not None
-        self._tell_first_token(sequence, destination.first_token, is_last=is_over)
+        self._tell_first_token(sequence, first_token, is_last=is_over)
         if sequence.partial is None:
             state.counters.add(PARTIAL_STARTS, label=self._why_whole(destination, is_over=is_over).value)
         if is_over:
-            state.finish(sequence)
+            self._closing.finish(sequence)
 
     def _tell_first_token(self, sequence: Sequence, token: EmittedToken, *, is_last: bool) -> None:
         """The source may have sent it to the router too; should the source die, ours still arrives. Positions tell

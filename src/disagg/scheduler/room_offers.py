@@ -22,11 +22,11 @@ class RoomOffers:
         self._told: HandoffId | None = None
         self._told_until_s = 0.0
 
-    def refuse(self, sequence: Sequence, destination: HandoffDestination, num_tokens: int) -> None:
-        """There was no room for so many tokens, 1 or more."""
-        if not destination.num_awaited:
+    def refuse(self, sequence: Sequence, destination: HandoffDestination) -> None:
+        """There was no room for it."""
+        if not destination.awaits_room:
             heapq.heappush(self._refused, (sequence.arrival, sequence.attempt_id))
-        destination.num_awaited = num_tokens
+        destination.awaits_room = True
 
     def asked(self, handoff_id: HandoffId) -> None:
         """A source asks."""
@@ -40,7 +40,7 @@ class RoomOffers:
     def tell(self, sequence: Sequence, destination: HandoffDestination, until_s: float) -> None:
         """next_sequence() is told, and has until then."""
         heapq.heappop(self._refused)
-        destination.num_awaited = 0
+        destination.awaits_room = False
         self._told, self._told_until_s = sequence.attempt_id, until_s
 
     def next_due_s(self, now_s: float) -> float:
@@ -72,4 +72,4 @@ class RoomOffers:
 
 def _awaits_room(sequence: Sequence) -> bool:
     destination = sequence.destination
-    return destination is not None and destination.state is DestinationState.EXPECTED and destination.num_awaited > 0
+    return destination is not None and destination.state is DestinationState.EXPECTED and destination.awaits_room

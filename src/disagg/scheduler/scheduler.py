@@ -31,6 +31,7 @@ from disagg.protocol.messages import (
     WorkerState,
 )
 from disagg.scheduler.actions import Action, SendToRouter
+from disagg.scheduler.closing import Closing
 from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.events import (
@@ -55,7 +56,6 @@ from disagg.scheduler.events import (
 from disagg.scheduler.grammars import Grammars
 from disagg.scheduler.handoffs import Handoffs
 from disagg.scheduler.sequence import Sequence
-from disagg.scheduler.sequence_table import RECEIVES, SENDS
 from disagg.scheduler.source import HandoffSource
 from disagg.scheduler.state import SchedulerState
 from disagg.scheduler.steps import Steps
@@ -73,9 +73,10 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self._state = SchedulerState(config)
-        self._handoffs = Handoffs(self._state)
-        self._grammars = Grammars(self._state)
-        self._steps = Steps(self._state, self._handoffs.sending)
+        self._closing = Closing(self._state)
+        self._handoffs = Handoffs(self._state, self._closing)
+        self._grammars = Grammars(self._state, self._closing)
+        self._steps = Steps(self._state, self._closing, self._handoffs.sending)
         self._next_arrival = 0
         self._handlers: dict[type, Callable[..., None]] = {
             RouterMessageReceived: self._on_router_message,
@@ -158,7 +159,7 @@ class Scheduler:
             num_waiting=num_waiting,
             num_running=len(sequences) - num_waiting,
             num_handoffs=self._handoffs.num_open(),
-            num_waiting_tokens=sum(s.num_unread_tokens for s in sequences if s.task not in RECEIVES),
+            num_waiting_tokens=sum(s.num_unread_tokens for s in sequences if s.task is not Task.DECODE),
             counters=tuple(CounterValue(*item) for item in self._state.counters.items()),
             step_costs=msgspec.structs.astuple(self._state.step_times.costs),
             links=tuple(LinkState(peer, link.bytes_per_s) for peer, link in self._state.links.items()),
@@ -168,6 +169,7 @@ class Scheduler:
     def check_invariants(self) -> None:
         self._state.check_invariants()
         self._handoffs.receiving.check_invariants()
+        self._steps.check_invariants()
         self._grammars.check_invariants()
         self._state.counters.check_invariants()
 
@@ -193,14 +195,14 @@ class Scheduler:
         if sequence is None or sequence.attempt > message.attempt:
             self._state.ignore(message)
         else:
-            self._state.drop(sequence, Failure(FailureKind.CANCELLED, message.reason))
+            self._closing.drop(sequence, Failure(FailureKind.CANCELLED, message.reason))
 
     def _on_drain(self, event: DrainRequested) -> None:
         self._state.is_draining = True
 
     def _on_router_lost(self, event: RouterLost) -> None:
         for sequence in list(self._state.sequences.values()):
-            self._state.drop(sequence, Failure(FailureKind.CANCELLED, "the router has gone"))
+            self._closing.drop(sequence, Failure(FailureKind.CANCELLED, "the router has gone"))
 
     def _on_peer_paired(self, event: PeerPaired) -> None:
         self._state.peers[event.card.worker_id] = event.card
@@ -218,7 +220,7 @@ class Scheduler:
         for sequence in list(self._state.sequences.values()):
             end = sequence.source or sequence.destination
             if end is not None and end.peer == event.peer and sequence.needs_peer:
-                self._state.fail(sequence, failure)
+                self._closing.fail(sequence, failure)
 
     def _on_start(self, message: StartSequence) -> None:
         attempt_id = HandoffId(message.spec.sequence_id, message.attempt)
@@ -227,7 +229,7 @@ class Scheduler:
             self._state.ignore(message)
             return
         if older is not None:
-            self._state.drop(older, Failure(FailureKind.CANCELLED, f"replaced by attempt {message.attempt}"))
+            self._closing.drop(older, Failure(FailureKind.CANCELLED, f"replaced by attempt {message.attempt}"))
         failure = self._start_failure(message)
         if failure is not None:
             report = ReportFailure(message.spec.sequence_id, message.attempt, failure)
@@ -245,7 +247,7 @@ class Scheduler:
         self._next_arrival += 1
         if message.peer is not None and message.peer_incarnation is not None:
             mine, theirs = self.config.incarnation, message.peer_incarnation
-            if message.task in SENDS:
+            if message.task is Task.PREFILL:
                 fence = Fence(mine, theirs, message.attempt)
                 card = self._state.peers[message.peer]
                 sequence.source = HandoffSource(attempt_id, message.peer, fence, card.layout, card.kv_wire)
@@ -262,7 +264,7 @@ class Scheduler:
     def _form(self, message: StartSequence) -> str:
         """What the KV of this sequence will have lost here."""
         card = self._state.peers.get(message.peer) if message.peer is not None else None
-        if card is None or message.task not in RECEIVES:
+        if card is None or message.task is not Task.DECODE:
             return ""
         return lossy_form(card.layout, self.config.layout, card.kv_wire)
 
@@ -271,8 +273,8 @@ class Scheduler:
         spec, config = message.spec, self.config
         if self._state.is_draining and not self._state.is_at_work_on(spec.sequence_id.request_id):
             return Failure(FailureKind.WRONG_ROLE, f"worker {config.worker_id} is draining and takes no new work")
-        if message.task not in ROLE_TASKS[self._state.role]:
-            text = f"worker {config.worker_id} has role {self._state.role.value} and takes no {message.task.value} task"
+        if message.task not in ROLE_TASKS[config.role]:
+            text = f"worker {config.worker_id} has role {config.role.value} and takes no {message.task.value} task"
             return Failure(FailureKind.WRONG_ROLE, text)
         if message.task is not Task.WHOLE:
             card = self._state.peers.get(message.peer) if message.peer is not None else None
@@ -298,10 +300,10 @@ class Scheduler:
 
     # --- admission ---------------------------------------------------------------------------------------------
 
-    def _waiting(self, tasks: tuple[Task, ...]) -> Iterator[Sequence]:
-        """Sequences without blocks that have one of these tasks here, in the order in which they are to run."""
+    def _waiting(self, task: Task) -> Iterator[Sequence]:
+        """Sequences without blocks that have this task here, in the order in which they are to run."""
         state = self._state
-        ready = [each for each in state.table.waiting(tasks) if self._may_start(each)]
+        ready = [each for each in state.table.waiting(task) if self._may_start(each)]
         return (each for each in state.in_reading_order(ready) if not state.would_overtake(each))
 
     def _may_start(self, sequence: Sequence) -> bool:
@@ -312,9 +314,9 @@ class Scheduler:
     def _admit(self) -> None:
         """Give waiting WHOLE sequences their blocks, in order: when one does not fit, those behind it wait too."""
         state = self._state
-        if not state.table.has_waiting((Task.WHOLE,)) or state.is_full():
+        if not state.table.waiting(Task.WHOLE) or state.is_full():
             return
-        for sequence in self._waiting((Task.WHOLE,)):
+        for sequence in self._waiting(Task.WHOLE):
             hashes = state.extend_hashes(sequence, sequence.num_to_read)
             to_hold = sequence.num_tokens_to_hold(self.config.answer_headroom)
             allocation = state.cache.try_allocate(hashes, sequence.max_cached_tokens, to_hold, state.num_spare_blocks)
@@ -331,13 +333,13 @@ class Scheduler:
     def _ask_reservations(self) -> None:
         """Ask peers for room shortly before the first chunk can run, for a few steps' worth of prompts at most."""
         state = self._state
-        if not state.table.has_waiting(SENDS) or state.is_full():
+        if not state.table.waiting(Task.PREFILL) or state.is_full():
             return
         room = self.config.reserve_ahead * self.config.budget.chunk_tokens
         room -= sum(each.num_unread_tokens for each in state.table.asking)
         reading = state.table.in_state(SequenceState.PREFILLING)
         room -= sum(each.num_unread_tokens for each in reading if each.source is not None)
-        for sequence in self._waiting(SENDS) if room > 0 else ():
+        for sequence in self._waiting(Task.PREFILL) if room > 0 else ():
             source = sequence.source
             if source is None:
                 continue

@@ -9,7 +9,7 @@ import msgspec
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import HandoffId, WorkerId
 from disagg.core.request import EmittedToken
-from disagg.core.roles import HandoffMode, Task
+from disagg.core.roles import HandoffMode
 from disagg.protocol.handoff import CAPABILITY_BYTES, SourceState, SourceTrigger, decode_grant_key
 from disagg.protocol.lifecycle import SequenceTrigger
 from disagg.protocol.messages import (
@@ -21,6 +21,7 @@ from disagg.protocol.messages import (
     TakeHandoff,
 )
 from disagg.scheduler.actions import PushSpan
+from disagg.scheduler.closing import Closing
 from disagg.scheduler.events import LayersComputed, WriteFinished, WritesStopped
 from disagg.scheduler.sequence import Sequence
 from disagg.scheduler.source import HandoffSource
@@ -35,23 +36,16 @@ UNKNOWN_GRACE_S = 1.0  # the router tells both ends at once: one may hear of the
 class Sending:
     """Every hand-off that leaves this worker."""
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, closing: Closing) -> None:
         self._state = state
+        self._closing = closing
 
     def ask_reservation(self, sequence: Sequence, source: HandoffSource) -> bool:
         """Pin or take the source's own blocks and ask the peer. False when there is no room here now."""
         state, cache = self._state, self._state.cache
         num_tokens = sequence.num_to_read
         hashes = state.extend_hashes(sequence, num_tokens)
-        max_cached = sequence.max_cached_tokens
-        if sequence.task is Task.SEND_PREFIX:
-            max_cached = num_tokens = cache.num_matching_tokens(hashes, num_tokens)
-            if num_tokens == 0:
-                state.fail(sequence, Failure(FailureKind.CANCELLED, "no full block of this prefix is cached here"))
-                return True
-            sequence.num_to_read = num_tokens
-            del hashes[num_tokens // cache.block_size :]
-        allocation = cache.try_allocate(hashes, max_cached, num_tokens)
+        allocation = cache.try_allocate(hashes, sequence.max_cached_tokens, num_tokens)
         if allocation is None:
             return False
         state.table.set_blocks(sequence, allocation.blocks)
@@ -70,11 +64,11 @@ class Sending:
             self._tell_finish(source)
 
     def _tell_request(self, sequence: Sequence, source: HandoffSource) -> None:
-        lease_s = self._state.config.lease_s
-        request = RequestReservation(source.handoff_id, source.fence, sequence.num_to_read, lease_s)
+        request = RequestReservation(source.handoff_id, source.fence, sequence.num_to_read)
         self._state.tell(source.peer, request)
 
     def _tell_finish(self, source: HandoffSource) -> None:
+        assert source.first_token is not None  # known since its prefill finished
         link = self._state.links.get(source.peer)
         bytes_per_s = link.likely_bytes_per_s if link is not None else 0.0
         self._state.tell(source.peer, FinishPrefill(source.handoff_id, source.fence, source.first_token, bytes_per_s))
@@ -89,10 +83,10 @@ class Sending:
             if source is not None and source.state is SourceState.OPEN:
                 self._push(source, source.push_layers(sequence.blocks, start, stop, event.num_layers, min_bytes))
 
-    def finish_prefill(self, sequence: Sequence, source: HandoffSource, first_token: EmittedToken | None) -> None:
+    def finish_prefill(self, sequence: Sequence, source: HandoffSource, first_token: EmittedToken) -> None:
         """All is computed: send what is still to send, and the first token."""
         config = self._state.config
-        if config.handoff_mode is HandoffMode.SYNC and sequence.task is Task.PREFILL:
+        if config.handoff_mode is HandoffMode.SYNC:
             self._push(source, source.push_computed(sequence.blocks, sequence.num_computed, config.max_push_bytes))
         source.first_token = first_token
         source.machine.fire(SourceTrigger.PREFILL_FINISHED)
@@ -116,7 +110,7 @@ class Sending:
                 source.send(again.number, self._state.now_s)
                 self._state.act(again)
             else:
-                self._state.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, event.failure))
+                self._closing.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, event.failure))
         else:
             self._state.ignore(event)  # dropped: the transport's last word is WritesStopped
 
@@ -126,7 +120,7 @@ class Sending:
             self._state.ignore(event)
             return
         source.machine.fire(SourceTrigger.WRITES_STOPPED)
-        self._state.end_if_unused(sequence)
+        self._closing.end_if_unused(sequence)
 
     def on_answer_reservation(self, peer: WorkerId, message: AnswerReservation) -> None:
         state = self._state
@@ -144,7 +138,8 @@ class Sending:
             return
         flaw = self._flaw(sequence, source, message)
         if flaw:
-            state.fail(sequence, Failure(FailureKind.TRANSFER_FAILED, f"{peer} granted what cannot be: {flaw}"))
+            failure = Failure(FailureKind.TRANSFER_FAILED, f"{peer} granted what cannot be: {flaw}")
+            self._closing.fail(sequence, failure)
             return
         source.grant(message)
         state.leases.lease(source, state.now_s + state.config.lease_s)
@@ -152,10 +147,8 @@ class Sending:
         state.stages.enter(sequence, Stage.PREFILL_QUEUE, state.now_s)
         sequence.num_computed = sequence.num_cached
         state.count_lookup(sequence)
-        if state.config.handoff_mode is HandoffMode.LAYERWISE or sequence.task is Task.SEND_PREFIX:
+        if state.config.handoff_mode is HandoffMode.LAYERWISE:
             self._push(source, source.push_computed(sequence.blocks, sequence.num_cached, state.config.max_push_bytes))
-        if sequence.task is Task.SEND_PREFIX:
-            self.finish_prefill(sequence, source, None)
 
     def _flaw(self, sequence: Sequence, source: HandoffSource, message: AnswerReservation) -> str:
         """What is wrong with a grant; "" when it can be used. Peers are other programs."""
@@ -185,12 +178,12 @@ class Sending:
         state.leases.retry(source, state.now_s + wait_s)
         source.num_refusals += 1
         if failure.kind is FailureKind.INVALID_REQUEST:
-            state.fail(sequence, failure)
+            self._closing.fail(sequence, failure)
         elif failure.kind is FailureKind.CANCELLED:
             if source.unknown_since_s is None:
                 source.unknown_since_s = state.now_s
             if state.now_s - source.unknown_since_s > UNKNOWN_GRACE_S:
-                state.fail(sequence, failure)
+                self._closing.fail(sequence, failure)
 
     def on_offer_reservation(self, peer: WorkerId, message: OfferReservation) -> None:
         sequence, source = self.find(message.handoff_id)
@@ -215,7 +208,7 @@ class Sending:
 
     def _finish_if_done(self, sequence: Sequence, source: HandoffSource) -> None:
         if source.close_if_done():
-            self._state.finish(sequence)
+            self._closing.finish(sequence)
 
     def _push(self, source: HandoffSource, pushes: list[PushSpan]) -> None:
         self._state.counters.add(PUSHES, len(pushes))

@@ -1,5 +1,6 @@
 """One sequence on one worker."""
 
+from disagg.core.errors import InternalFault
 from disagg.core.ids import BlockId, HandoffId, SequenceId
 from disagg.core.request import FinishReason, SequenceSpec, TokenLogprobs, finish_reason
 from disagg.core.roles import Task
@@ -144,7 +145,7 @@ class Sequence:
     def reads_here(self) -> bool:
         """Whether a prompt is still to be computed on this worker."""
         is_open = self.state in (SequenceState.WAITING, SequenceState.PREFILLING)
-        return is_open and self.task not in (Task.DECODE, Task.RECEIVE_PREFIX)
+        return is_open and self.task is not Task.DECODE
 
     @property
     def prompt_work(self) -> PromptWork:
@@ -171,9 +172,7 @@ class Sequence:
         return self.task in (Task.WHOLE, Task.DECODE)
 
     def num_tokens_to_hold(self, headroom: int) -> int:
-        """Tokens that need room at the start: what is to be read, and `headroom` of an answer written here."""
-        if not self.writes_answer:
-            return self.num_to_read
+        """Tokens that need room at the start where its answer is written: what is to be read, and `headroom` more."""
         return min(self.spec.max_total_tokens, self.num_to_read + headroom)
 
     def finish_reason(self) -> FinishReason | None:
@@ -231,3 +230,14 @@ class Sequence:
         if not self.needs_history:
             return None
         return TokenHistory(self.attempt, self.spec.prompt_ids, tuple(self.answer_ids))
+
+    def check_invariants(self, block_size: int) -> None:
+        if self.num_cached > self.num_to_read or self.num_committed * block_size > self.num_computed:
+            text = f"{self.num_cached} cached of {self.num_to_read}, {self.num_committed} blocks indexed"
+            raise InternalFault(f"{self.attempt_id}: {text}, {self.num_computed} tokens computed")
+        if self.state is not SequenceState.DECODING:
+            return
+        num_known = self.num_prompt_tokens + len(self.answer_ids)
+        if self.num_computed != num_known - 1 or self.num_computed > len(self.blocks) * block_size:
+            text = f"KV of {self.num_computed} tokens in {len(self.blocks)} blocks"
+            raise InternalFault(f"{self.attempt_id} writes after {num_known} tokens, with {text}")

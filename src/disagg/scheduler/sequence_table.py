@@ -1,13 +1,13 @@
 """One worker's sequences by what they do and what they wait for, so that no event looks at all of them.
 
-WAITING   for a peer's bytes   tasks DECODE, RECEIVE_PREFIX: they start nothing by themselves
+WAITING   for a peer's bytes   task DECODE: it starts nothing by itself
           for blocks here      the other tasks, by task
           for a peer's answer  the same, with blocks of their own: room was asked for
 others    by state
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 
 from disagg.core.errors import InternalFault
@@ -15,9 +15,6 @@ from disagg.core.ids import BlockId
 from disagg.core.roles import Task
 from disagg.protocol.lifecycle import SequenceState
 from disagg.scheduler.sequence import Sequence
-
-SENDS = (Task.PREFILL, Task.SEND_PREFIX)
-RECEIVES = (Task.DECODE, Task.RECEIVE_PREFIX)
 
 _Listed = dict[int, Sequence]  # by arrival
 
@@ -101,13 +98,9 @@ class SequenceTable:
     def num_in_state(self, state: SequenceState) -> int:
         return len(self._in_state[state])
 
-    def waiting(self, tasks: Iterable[Task]) -> list[Sequence]:
-        """Those without blocks that have one of these tasks here."""
-        return [sequence for task in tasks for sequence in self._waiting[task].values()]
-
-    def has_waiting(self, tasks: Iterable[Task]) -> bool:
-        """Whether waiting(tasks) would give any."""
-        return any(map(self._waiting.__getitem__, tasks))  # asked several times for each event
+    def waiting(self, task: Task) -> Collection[Sequence]:
+        """Those without blocks that have this task here; take a list of it before changing any."""
+        return self._waiting[task].values()
 
     @property
     def asking(self) -> Collection[Sequence]:
@@ -117,8 +110,7 @@ class SequenceTable:
     @property
     def starts_something(self) -> bool:
         """Whether anything waits that may begin to read here without having heard from a peer."""
-        num_for_peer = sum(len(self._waiting[task]) for task in RECEIVES)
-        return self.num_in_state(SequenceState.WAITING) > num_for_peer
+        return self.num_in_state(SequenceState.WAITING) > len(self._waiting[Task.DECODE])
 
     def streams(self) -> tuple[Sequence, ...]:
         """Those that write answers and do not stand: the higher priority first, then the older."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from disagg.core.errors import InternalFault
 from disagg.core.formats import KvWire
 from disagg.core.ids import BlockId, Fence, HandoffId, WorkerId
 from disagg.core.request import EmittedToken
@@ -150,6 +151,16 @@ class HandoffSource:
             self.machine.fire(SourceTrigger.TAKEN)
             return True
         return False
+
+    def check_invariants(self) -> None:
+        num_under_way, since_s = len(self._outstanding), self._pushing_since_s
+        if (num_under_way > 0) != (since_s is not None):
+            raise InternalFault(f"{self.handoff_id}: {num_under_way} pushes are under way, timed since {since_s}")
+        if not 0 <= self.hidden_bytes <= self.acknowledged_bytes:
+            text = f"{self.hidden_bytes} of {self.acknowledged_bytes} acknowledged bytes were hidden"
+            raise InternalFault(f"{self.handoff_id}: {text}")
+        if self.first_token is None and self.state in (SourceState.DRAINING, SourceState.DELIVERED):
+            raise InternalFault(f"{self.handoff_id} is {self.state} without a first token")
 
     def _bytes_of(self, span: Span) -> int:
         """On the wire."""

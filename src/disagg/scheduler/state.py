@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 
-from disagg.core.errors import Failure, InternalFault
+from disagg.core.errors import InternalFault
 from disagg.core.ids import BlockId, HandoffId, RequestId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken
 from disagg.kvcache.block_hash import BlockHash, root_hash
@@ -14,13 +14,12 @@ from disagg.policy.fairness import TenantService
 from disagg.policy.link_rate import LinkRate
 from disagg.policy.partial_start import PartialOutcome
 from disagg.policy.step_time import StepTimes
-from disagg.protocol.handoff import DestinationState, DestinationTrigger, SourceState, SourceTrigger
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
-from disagg.protocol.messages import CancelHandoff, ReportFailure, WorkerCard, WorkerToWorker
-from disagg.scheduler.actions import Action, RevokeGrant, SendToPeer, SendToRouter, StopPushes
+from disagg.protocol.messages import WorkerToWorker
+from disagg.scheduler.actions import Action, SendToPeer
 from disagg.scheduler.begun_steps import BegunSteps
 from disagg.scheduler.config import SchedulerConfig
-from disagg.scheduler.destination import HandoffDestination
 from disagg.scheduler.first_tokens import FirstTokens
 from disagg.scheduler.leases import Leases
 from disagg.scheduler.outgoing import Outgoing
@@ -30,21 +29,10 @@ from disagg.scheduler.sequence_table import SequenceTable
 from disagg.scheduler.stage_clocks import StageClocks
 from disagg.scheduler.standing import Standing
 from disagg.telemetry.counters import Counters
-from disagg.telemetry.metrics import (
-    HANDOFF_BYTES,
-    HANDOFFS,
-    MESSAGES_IGNORED,
-    OUTPUT_TOKENS,
-    PREFIX_TOKENS_HIT,
-    PREFIX_TOKENS_LOOKED_UP,
-    SEQUENCES,
-)
+from disagg.telemetry.metrics import MESSAGES_IGNORED, OUTPUT_TOKENS, PREFIX_TOKENS_HIT, PREFIX_TOKENS_LOOKED_UP
 from disagg.telemetry.stages import Stage
 
 MAX_REMEMBERED = 4096  # ended attempts
-
-_LIVE_SOURCE = (SourceState.QUEUED, SourceState.ASKING, SourceState.OPEN, SourceState.DRAINING, SourceState.DELIVERED)
-_LIVE_DESTINATION = (DestinationState.EXPECTED, DestinationState.RECEIVING, DestinationState.COMPLETE)
 
 
 class SchedulerState:
@@ -52,9 +40,8 @@ class SchedulerState:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.role = config.role
         self.is_draining = False
-        self.cache = KvCache(config.num_blocks, config.layout.block_size, self.root_of(""))
+        self.cache = KvCache(config.num_blocks, config.layout.block_size)
         self.counters = Counters()
         self.begun = BegunSteps(self.counters)
         # In order of arrival. An attempt that was dropped stays until nothing uses its blocks any more.
@@ -86,12 +73,38 @@ class SchedulerState:
         """Whether some choice of this request is under way."""
         return any(sequence_id.request_id == request_id for sequence_id in self._live)
 
+    def has_taken(self, attempt_id: HandoffId) -> bool:
+        """Whether the KV of an attempt that has ended here had come from its peer, whole."""
+        return self._ended.get(attempt_id, False)
+
+    def has_seen(self, attempt_id: HandoffId) -> bool:
+        return attempt_id in self.sequences or attempt_id in self._ended
+
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.attempt_id] = sequence
         self._live[sequence.sequence_id] = sequence
         self.table.put(sequence)
         self._expect_hits(sequence)
         self._count_open(sequence)
+
+    def end_attempt(self, sequence: Sequence) -> None:
+        """It was dropped: another attempt may begin here, whatever still uses its blocks."""
+        self._live.pop(sequence.sequence_id, None)
+        self._has_freed = True
+
+    def remove(self, sequence: Sequence, *, was_taken: bool) -> None:
+        """It has ended, and nothing uses its blocks. was_taken: its KV had come from its peer, whole."""
+        self._has_freed = True
+        self.stages.stop(sequence)
+        self.cache.release(sequence.blocks)
+        sequence.blocks = ()
+        del self.sequences[sequence.attempt_id]
+        self.table.take_out(sequence)
+        if self._live.get(sequence.sequence_id) is sequence:
+            del self._live[sequence.sequence_id]
+        self._ended[sequence.attempt_id] = was_taken
+        if len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
 
     def move(self, sequence: Sequence, trigger: SequenceTrigger) -> None:
         """Fire a trigger of the sequence's table. Nothing else changes the state of a sequence that was added."""
@@ -166,13 +179,6 @@ class SchedulerState:
             hashes = self.extend_hashes(sequence, sequence.num_to_read)
             sequence.num_expected = self.cache.num_matching_tokens(hashes, sequence.max_cached_tokens)
 
-    def has_taken(self, attempt_id: HandoffId) -> bool:
-        """Whether the KV of an attempt that has ended here had come from its peer, whole."""
-        return self._ended.get(attempt_id, False)
-
-    def has_seen(self, attempt_id: HandoffId) -> bool:
-        return attempt_id in self.sequences or attempt_id in self._ended
-
     # --- what the loop will do ---------------------------------------------------------------------------------
 
     def act(self, *actions: Action) -> None:
@@ -186,6 +192,9 @@ class SchedulerState:
 
     def report_prompt(self, sequence: Sequence) -> None:
         self._outgoing.report_prompt(prompt_report(sequence, self.now_s))
+
+    def report_end(self, sequence: Sequence) -> None:
+        self._outgoing.report_end(sequence_report(sequence))
 
     def take_actions(self) -> list[Action]:
         """What is to be done since the last call, in order."""
@@ -229,135 +238,6 @@ class SchedulerState:
         """Somebody older has been refused room for too long to be overtaken again."""
         return self.table.would_overtake(sequence, self.now_s - self.config.starvation_s)
 
-    # --- ends of sequences -------------------------------------------------------------------------------------
-
-    def finish(self, sequence: Sequence) -> None:
-        """This worker's part has ended well."""
-        self.move(sequence, SequenceTrigger.FINISHED)
-        source = sequence.source
-        self._outgoing.report_end(sequence_report(sequence))
-        if source is not None:
-            self.counters.add(HANDOFFS, label="sent")
-            self.counters.add(HANDOFF_BYTES, source.hidden_bytes, label="hidden")
-            self.counters.add(HANDOFF_BYTES, source.acknowledged_bytes - source.hidden_bytes, label="visible")
-            # Nobody reads them any more: blocks computed twice at once can become the ones that are indexed.
-            hashes = sequence.hashes[: sequence.num_committed]
-            sequence.blocks = self.cache.commit_shared(hashes, sequence.blocks, 0)
-        self.counters.add(SEQUENCES, label="finished")
-        self._forget(sequence)
-
-    def fail(self, sequence: Sequence, failure: Failure) -> None:
-        """Give up, tell the router and the peer why."""
-        if sequence.is_live:
-            kept = self._num_kept_blocks(sequence) * self.cache.block_size
-            self.act(SendToRouter(ReportFailure(sequence.sequence_id, sequence.attempt, failure, kept)))
-            self.drop(sequence, failure)
-
-    def drop(self, sequence: Sequence, failure: Failure, *, tell_peer: bool = True) -> None:
-        """Give up. Blocks go back at once, or when the step, the writes and the fence that use them are over."""
-        if not sequence.is_live:
-            return
-        self._live.pop(sequence.sequence_id, None)
-        self._has_freed = True
-        self.begun.give_up(sequence, PartialOutcome.DROPPED)
-        in_use = sequence.is_in_step
-        in_use |= self._cancel_source(sequence, failure, tell_peer=tell_peer)
-        in_use |= self._cancel_destination(sequence, failure, tell_peer=tell_peer)
-        self.counters.add(SEQUENCES, label=failure.kind.value)
-        if in_use:
-            self.move(sequence, SequenceTrigger.DROPPED_IN_USE)
-        else:
-            self.move(sequence, SequenceTrigger.DROPPED)
-            self._forget(sequence)
-
-    def end_if_unused(self, sequence: Sequence) -> None:
-        """Called whenever a step, the writes or a fence of a dropped sequence are over."""
-        if sequence.state is not SequenceState.CLOSING or sequence.is_in_step:
-            return
-        if sequence.source is not None and sequence.source.state is SourceState.STOPPING:
-            return
-        destination = sequence.destination
-        if destination is not None and destination.state is DestinationState.FENCING:
-            return
-        if destination is not None and destination.state is DestinationState.IN_STEP:
-            destination.machine.fire(DestinationTrigger.STEP_OVER)
-            self._end_quarantine(sequence, destination)
-        self.move(sequence, SequenceTrigger.RELEASED)
-        self._forget(sequence)
-
-    def _forget(self, sequence: Sequence) -> None:
-        self._has_freed = True
-        self.stages.stop(sequence)
-        self.cache.release(sequence.blocks)
-        sequence.blocks = ()
-        del self.sequences[sequence.attempt_id]
-        self.table.take_out(sequence)
-        if self._live.get(sequence.sequence_id) is sequence:
-            del self._live[sequence.sequence_id]
-        destination = sequence.destination
-        was_taken = (
-            destination is not None and destination.state is DestinationState.CLOSED and sequence.num_computed > 0
-        )
-        self._ended[sequence.attempt_id] = was_taken
-        if len(self._ended) > MAX_REMEMBERED:
-            self._ended.popitem(last=False)
-
-    def _num_kept_blocks(self, sequence: Sequence) -> int:
-        """Blocks from the start that stay in the index when the sequence is dropped now."""
-        destination = sequence.destination
-        if destination is not None and destination.allocation is not None:
-            return destination.complete_until() // self.cache.block_size
-        return sequence.num_committed
-
-    def fence_given_up(self, sequence: Sequence, destination: HandoffDestination) -> None:
-        """No late byte can land any more; but a part of its first step may still be in the engine."""
-        if sequence.is_in_step:
-            destination.machine.fire(DestinationTrigger.GRANT_FENCED_IN_STEP)
-            return
-        destination.machine.fire(DestinationTrigger.GRANT_FENCED)
-        self._end_quarantine(sequence, destination)
-        self.end_if_unused(sequence)
-
-    def _end_quarantine(self, sequence: Sequence, destination: HandoffDestination) -> None:
-        """Keep what is complete and verified, free the rest."""
-        if destination.allocation is not None:
-            num_kept = self._num_kept_blocks(sequence)
-            self.cache.end_quarantine(destination.allocation, sequence.hashes, num_kept)
-
-    def _cancel_source(self, sequence: Sequence, failure: Failure, *, tell_peer: bool) -> bool:
-        """True when the transport may still read our blocks."""
-        source = sequence.source
-        if source is None or source.state not in _LIVE_SOURCE:
-            return False
-        if tell_peer:
-            self.tell(source.peer, CancelHandoff(source.handoff_id, source.fence, failure))
-        self.counters.add(HANDOFFS, label="send_cancelled")
-        if source.num_outstanding == 0:
-            source.machine.fire(SourceTrigger.CANCELLED)
-            return False
-        source.machine.fire(SourceTrigger.CANCELLED_MIDWAY)
-        self.act(StopPushes(source.grant_key, source.peer))
-        return True
-
-    def _cancel_destination(self, sequence: Sequence, failure: Failure, *, tell_peer: bool) -> bool:
-        """True when a late byte may still land in our blocks."""
-        destination = sequence.destination
-        if destination is None or destination.state not in _LIVE_DESTINATION:
-            return False
-        was = destination.state
-        destination.machine.fire(DestinationTrigger.CANCELLED)
-        if tell_peer and was is not DestinationState.COMPLETE:
-            self.tell(destination.peer, CancelHandoff(destination.handoff_id, destination.fence, failure))
-        if destination.allocation is None:
-            return False
-        self.counters.add(HANDOFFS, label="receive_cancelled")
-        self.cache.quarantine(destination.allocation, keeps_empty=sequence.is_in_step)
-        if sequence.is_in_step:
-            sequence.blocks = destination.allocation.empty  # until the part that is in the engine is back
-        if was is DestinationState.RECEIVING:  # else it has been revoked already
-            self.act(RevokeGrant(destination.grant_key))
-        return True
-
     # --- rules -------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
@@ -369,28 +249,35 @@ class SchedulerState:
         self.begun.check_invariants()
         self.stages.check_invariants(self.sequences.values())
         self.first_tokens.check_invariants()
-        begun = set(self.begun)
         self.standing.check_invariants()
-        for sequence in self.sequences.values():
+        begun = set(self.begun)
+        for attempt_id, sequence in self.sequences.items():
+            sequence.check_invariants(self.cache.block_size)
+            if sequence.source is not None:
+                sequence.source.check_invariants()
+            if sequence.destination is not None:
+                sequence.destination.check_invariants()
             if (sequence.partial is not None) != (sequence in begun):
-                raise InternalFault(f"{sequence.attempt_id} has begun its first step and is not listed")
+                raise InternalFault(f"{attempt_id} has begun its first step and is not listed")
             if sequence.is_counted != sequence.reads_here:
-                raise InternalFault(f"{sequence.attempt_id} is {sequence.state} and counted otherwise")
+                raise InternalFault(f"{attempt_id} is {sequence.state} and counted otherwise")
+            if sequence.is_live != (self._live.get(attempt_id.sequence_id) is sequence):
+                raise InternalFault(f"{attempt_id} is {sequence.state} and listed otherwise")
         for peer, link in self.links.items():
             link.check_invariants()
             if peer not in self.peers:
                 raise InternalFault(f"the rate of the link to {peer} outlives its pairing")
+        self._check_use_of_blocks()
+
+    def _check_use_of_blocks(self) -> None:
+        """Every block has as many users as the pool counts, and is in the state that its hand-off says."""
         pool = self.cache.pool
         users = [0] * pool.num_blocks
         apart: dict[BlockState, set[BlockId]] = {BlockState.RESERVED: set(), BlockState.QUARANTINED: set()}
-        for attempt_id, sequence in self.sequences.items():
-            if sequence.is_live != (self._live.get(attempt_id.sequence_id) is sequence):
-                raise InternalFault(f"{attempt_id} is {sequence.state} and listed otherwise")
+        for sequence in self.sequences.values():
             held = [*sequence.blocks]
-            destination = sequence.destination
-            if destination is not None:
-                destination.check_invariants()
-                mine, others = destination.blocks_in_use()
+            if sequence.destination is not None:
+                mine, others = sequence.destination.blocks_in_use()
                 held += mine
                 for kind, kept in others.items():
                     apart[kind].update(kept)

@@ -1,4 +1,4 @@
-"""What runs next on one worker's engine, and what follows from it.
+"""What runs next on one worker's engine, one step at a time.
 
 Running streams come first, oldest first; each gets its next token. A stream whose next token needs a block takes a free
 or an unused cached one, else the youngest stream gives up its blocks and starts over later (preemption by recompute:
@@ -6,44 +6,37 @@ what it has written is read again, and row independence makes that the same toke
 """
 
 import math
-from collections import defaultdict
 
-import msgspec
-
+from disagg.core.errors import InternalFault
 from disagg.core.ids import SequenceId, StepId
-from disagg.core.request import EmittedToken, finish_reason
-from disagg.core.roles import FirstToken, HandoffMode, Task
+from disagg.core.request import EmittedToken
+from disagg.core.roles import HandoffMode
 from disagg.policy.batching import plan_chunks
 from disagg.policy.step_time import StepShape
-from disagg.protocol.lifecycle import SequenceState, SequenceTrigger
+from disagg.protocol.lifecycle import SequenceState
 from disagg.scheduler.actions import RunStep
+from disagg.scheduler.closing import Closing
 from disagg.scheduler.engine import StepPlan, StepResult, StepRow
 from disagg.scheduler.events import LayersComputed, StepFailed, StepFinished, StepsFinished
 from disagg.scheduler.partial_starts import PartialStarts
+from disagg.scheduler.progress import EndedRow, Progress
 from disagg.scheduler.sending import Sending
-from disagg.scheduler.sequence import OVER, Sequence
+from disagg.scheduler.sequence import Sequence
 from disagg.scheduler.state import SchedulerState
-from disagg.telemetry.metrics import (
-    BLOCKS_EVICTED,
-    OUTPUT_TOKENS,
-    PREEMPTIONS,
-    PROMPT_TOKENS_CACHED,
-    PROMPT_TOKENS_COMPUTED,
-    STEP_SECONDS,
-    STEPS,
-)
+from disagg.telemetry.metrics import BLOCKS_EVICTED, PREEMPTIONS, STEP_SECONDS, STEPS
 from disagg.telemetry.stages import Stage
 
-_Ended = tuple[Sequence, StepRow, EmittedToken | None]
 _Row = tuple[Sequence, StepRow]  # of the running step, and whose it is
 
 
 class Steps:
     """At most one step runs at a time; while it does, its sequences keep their blocks."""
 
-    def __init__(self, state: SchedulerState, sending: Sending) -> None:
+    def __init__(self, state: SchedulerState, closing: Closing, sending: Sending) -> None:
         self._state = state
+        self._closing = closing
         self._sending = sending
+        self._progress = Progress(state, closing, sending)
         self._partials = PartialStarts(state)
         self._was_part = False  # what ran last
         self._running: StepPlan | None = None
@@ -223,7 +216,7 @@ class Steps:
         if self._state.stages.is_any:
             self._state.stages.end_step(self._state.now_s)
         self._state.step_times.observe(self._shape, event.duration_s)
-        streams = self._take(event.result)
+        streams = self._progress.take(self._ended(event.result), event.result)
         self._end_standing(1)
         self._stand(streams)
 
@@ -235,60 +228,12 @@ class Steps:
         if self._partials.finish(sequence, event.result.carried):
             if sequence.is_live:
                 stages.report(sequence, len(sequence.answer_ids), self._state.now_s)
-            self._stand(self._take(event.result))
+            self._stand(self._progress.take(self._ended(event.result), event.result))
             return
         if sequence.state is SequenceState.DECODING:
             stages.enter(sequence, Stage.DECODE_QUEUE, self._state.now_s)
         self._ended(event.result)
-        self._state.end_if_unused(sequence)
-
-    def _take(self, result: StepResult) -> list[Sequence]:
-        """What has come of each row of the step that is over; the streams that have got a token."""
-        failures = dict(result.failures)
-        scores = {each.sequence_id: each.logprobs for each in result.scores}
-        sampled: list[EmittedToken] = []
-        num_sampled: defaultdict[Task, int] = defaultdict(int)
-        streams: list[Sequence] = []
-        for sequence, row, token in self._ended(result):
-            state = sequence.machine.state
-            if state in OVER:
-                self._state.end_if_unused(sequence)
-                continue
-            self._advance(sequence, len(row.token_ids))
-            if sequence.needs_prompt_logprobs:
-                sequence.prompt_logprobs += scores.get(sequence.sequence_id, ())
-                if token is not None:
-                    token = msgspec.structs.replace(token, prompt_logprobs=tuple(sequence.prompt_logprobs))
-            if token is not None:
-                num_sampled[sequence.task] += 1
-                if state is SequenceState.DECODING:
-                    self._write(sequence, token)
-                    streams.append(sequence)
-                else:
-                    self._take_first_token(sequence, token)
-                if not self._is_told_by_peer(sequence):
-                    sampled.append(token)
-            elif sequence.sequence_id in failures:
-                self._state.fail(sequence, failures[sequence.sequence_id])
-        self._state.emit_tokens(sampled)
-        for task, num_tokens in num_sampled.items():
-            self._state.counters.add(OUTPUT_TOKENS, num_tokens, label=task.value)
-        return streams
-
-    def _is_told_by_peer(self, sequence: Sequence) -> bool:
-        """Whether the first token goes to the router from where the next ones come, and not from here."""
-        if self._state.config.first_token is FirstToken.AT_ONCE or sequence.source is None:
-            return False
-        return sequence.finish_reason() is None
-
-    def _advance(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many of its tokens are written."""
-        if sequence.machine.state is SequenceState.DECODING:
-            sequence.num_computed += 1
-        else:
-            self._count_prompt(sequence, num_tokens)
-        if sequence.num_computed // self._state.cache.block_size > sequence.num_committed:
-            self._commit(sequence)
+        self._closing.end_if_unused(sequence)
 
     def _end_standing(self, num_steps: int) -> None:
         """So many steps of those without rows are over."""
@@ -297,7 +242,7 @@ class Steps:
         left, state.left_standing = state.left_standing, []
         for sequence in left:
             sequence.is_in_step = False
-            state.end_if_unused(sequence)
+            self._closing.end_if_unused(sequence)
 
     def _stand(self, streams: list[Sequence]) -> None:
         """Those to which nothing can happen in the next step have no row in it, where rows are left out at all."""
@@ -354,10 +299,10 @@ class Steps:
         for sequence in ended:
             self._partials.fail(sequence)
         for sequence in (*ended, *standing):
-            self._state.end_if_unused(sequence)
-            self._state.fail(sequence, event.failure)
+            self._closing.end_if_unused(sequence)
+            self._closing.fail(sequence, event.failure)
 
-    def _ended(self, result: StepResult) -> list[_Ended]:
+    def _ended(self, result: StepResult) -> list[EndedRow]:
         """Rows of the step that is over, with their tokens, which mostly come in the order of the rows."""
         rows, self._rows, self._running = self._rows, (), None
         for sequence, _ in rows:
@@ -369,45 +314,16 @@ class Steps:
         tokens = {token.sequence_id: token for token in result.tokens}
         return [(sequence, row, tokens.get(row.sequence_id)) for sequence, row in rows]
 
-    def _count_prompt(self, sequence: Sequence, num_tokens: int) -> None:
-        """A chunk is written."""
-        state = self._state
-        state.counters.add(PROMPT_TOKENS_COMPUTED, num_tokens, label=sequence.task.value)
-        state.tenants.charge(sequence.spec.tenant, num_tokens, state.now_s)
-        sequence.num_computed += num_tokens
-
-    def _commit(self, sequence: Sequence) -> None:
-        """Index the blocks that are full now."""
-        state = self._state
-        num_full = sequence.num_computed // state.cache.block_size
-        hashes = state.extend_hashes(sequence, sequence.num_computed)[:num_full]
-        if sequence.source is not None:  # a write may be reading its blocks: they stay
-            state.cache.commit(hashes, sequence.blocks, sequence.num_committed)
-        else:
-            sequence.blocks = state.cache.commit_shared(hashes, sequence.blocks, sequence.num_committed)
-        sequence.num_committed = num_full
-
-    def _take_first_token(self, sequence: Sequence, token: EmittedToken) -> None:
-        """The prompt is computed."""
-        state = self._state
-        state.counters.add(PROMPT_TOKENS_CACHED, sequence.num_cached, label=sequence.task.value)
-        if sequence.source is not None:
-            sequence.answer_ids.append(token.token_id)
-            self._sending.finish_prefill(sequence, sequence.source, token)
-            state.report_prompt(sequence)  # now that all there is to push has been pushed
-            return
-        state.report_prompt(sequence)
-        state.move(sequence, SequenceTrigger.PROMPT_COMPUTED)
-        self._write(sequence, token)
-
-    def _write(self, sequence: Sequence, token: EmittedToken) -> None:
-        """The next token of an answer that is written here."""
-        sequence.answer_ids.append(token.token_id)
-        num_tokens = len(sequence.answer_ids)
-        if num_tokens < sequence.sure_length:
-            return
-        if finish_reason(sequence.spec.sampling, token.token_id, num_tokens) is not None:
-            self._state.finish(sequence)
+    def check_invariants(self) -> None:
+        """Raises InternalFault when a sequence is held for a step that it is not in, or is in one and not held."""
+        state, rows = self._state, [sequence for sequence, _ in self._rows]
+        if rows and self._running is None:
+            raise InternalFault(f"{len(rows)} rows are kept and no step runs")
+        inside = {*rows, *state.standing.all(), *state.left_standing}
+        held = {sequence for sequence in state.sequences.values() if sequence.is_in_step}
+        if inside != held:
+            names = sorted(str(sequence.attempt_id) for sequence in inside ^ held)
+            raise InternalFault(f"in a step or held for one, but not both: {names}")
 
     def _count(self, duration_s: float, kind: str = "", num_steps: int = 1) -> None:
         has_stream, has_prompt = self._shape.num_streams > 0, self._shape.num_prompt_tokens > 0

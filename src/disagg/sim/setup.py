@@ -8,7 +8,7 @@ from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.roles import Numerics
 from disagg.dispatch.config import DispatcherConfig
 from disagg.policy.batching import StepBudget
-from disagg.protocol.messages import PoolCard, WorkerCard
+from disagg.protocol.cards import PoolCard, WorkerCard
 from disagg.scheduler.config import SchedulerConfig
 from disagg.sim.scenario import Fidelity, Scenario, WorkerSpec
 

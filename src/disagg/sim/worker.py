@@ -11,8 +11,9 @@ from disagg.core.ids import HandoffId, WorkerId
 from disagg.core.request import EmittedToken
 from disagg.core.roles import HandoffMode
 from disagg.core.spans import Span
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.handoff import decode_grant_key
-from disagg.protocol.messages import RouterToWorker, WorkerCard, WorkerToRouter, WorkerToWorker
+from disagg.protocol.messages import RouterToWorker, WorkerToRouter, WorkerToWorker
 from disagg.scheduler import events
 from disagg.scheduler.actions import (
     Action,

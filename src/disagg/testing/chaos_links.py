@@ -15,7 +15,8 @@ import msgspec
 
 from disagg.core.endpoints import TransportKind
 from disagg.core.errors import InternalFault
-from disagg.protocol.messages import AnnouncePeers, AnswerPairing, Message, RequestPairing, WorkerCard
+from disagg.protocol.cards import WorkerCard
+from disagg.protocol.messages import AnnouncePeers, AnswerPairing, Message, RequestPairing
 from disagg.testing.faulty_link import FaultyLink, LinkCounts, LinkFaults, LinkKind
 
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

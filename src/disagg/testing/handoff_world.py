@@ -18,8 +18,9 @@ from disagg.core.roles import HandoffMode, Numerics, Role, Task
 from disagg.core.spans import KvLayout, Span
 from disagg.kvcache.conversion import rank_pairs
 from disagg.policy.batching import StepBudget
+from disagg.protocol.cards import PoolCard, WorkerCard
 from disagg.protocol.handoff import decode_grant_key
-from disagg.protocol.messages import AbortSequence, PoolCard, StartSequence, WorkerCard
+from disagg.protocol.messages import AbortSequence, StartSequence
 from disagg.scheduler import events
 from disagg.scheduler.actions import Action, OpenGrant, PushSpan, RevokeGrant, RunStep, SendToPeer, StopPushes
 from disagg.scheduler.config import SchedulerConfig

@@ -30,14 +30,11 @@ from disagg.dispatch.events import (
 )
 from disagg.dispatch.stream import GenerateRequest, RequestFailed
 from disagg.policy.batching import StepBudget
+from disagg.protocol.cards import PROTOCOL_MAX, PROTOCOL_MIN, PoolCard, WorkerCard
 from disagg.protocol.messages import (
-    PROTOCOL_MAX,
-    PROTOCOL_MIN,
     AnnouncePeers,
-    PoolCard,
     ReportPairing,
     RouterToWorker,
-    WorkerCard,
     WorkerToRouter,
 )
 from disagg.protocol.pairing import pairing_failure

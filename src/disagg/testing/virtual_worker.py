@@ -5,8 +5,9 @@ from functools import partial
 
 from disagg.core.errors import Failure, FailureKind, InvalidRequest
 from disagg.core.ids import WorkerId
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.handoff import decode_grant_key
-from disagg.protocol.messages import WorkerCard, WorkerToRouter, WorkerToWorker
+from disagg.protocol.messages import WorkerToRouter, WorkerToWorker
 from disagg.scheduler import events
 from disagg.scheduler.actions import (
     Action,

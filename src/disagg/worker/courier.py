@@ -26,8 +26,8 @@ from disagg.kvcache.conversion import (
     rank_pairs,
 )
 from disagg.kvcache.memory import Segment
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.handoff import GrantKey, decode_grant_key
-from disagg.protocol.messages import WorkerCard
 from disagg.protocol.pairing import common_kinds, endpoints_over
 from disagg.scheduler import events
 from disagg.scheduler.actions import OpenGrant, PushSpan, RevokeGrant, StopPushes

@@ -14,7 +14,7 @@ from disagg.modelfiles.digest import model_digest
 from disagg.modelfiles.grammar import GrammarCompiler, GrammarState
 from disagg.modelfiles.tokenizer import load_tokenizer
 from disagg.modelfiles.vocabulary import Vocabulary, read_vocabulary
-from disagg.protocol.messages import PoolCard
+from disagg.protocol.cards import PoolCard
 from disagg.scheduler.engine import Engine
 from disagg.worker.config import WorkerConfig
 

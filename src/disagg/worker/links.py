@@ -18,6 +18,7 @@ from disagg.channel.channel import Channel, dial
 from disagg.channel.keys import Keys
 from disagg.channel.listening import Listener, listen
 from disagg.channel.tally import Refusal
+from disagg.core.endpoints import split_address
 from disagg.core.errors import (
     ConfigurationError,
     Failure,
@@ -28,6 +29,7 @@ from disagg.core.errors import (
     ProtocolViolation,
 )
 from disagg.core.ids import WorkerId
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.messages import (
     AnnouncePeers,
     AnswerExamination,
@@ -40,7 +42,6 @@ from disagg.protocol.messages import (
     RequestExamination,
     RequestPairing,
     RouterToWorker,
-    WorkerCard,
     WorkerToWorker,
 )
 from disagg.protocol.pairing import pairing_failure
@@ -115,7 +116,7 @@ class PeerLinks:
     async def listen(self, host: str) -> None:
         tls = self._keys.accepting if self._keys else None
         self._server = await listen(host, 0, _FROM_PEER, self._welcome, tls=tls)
-        self._survey.expect_from(self._server.address.rpartition(":")[0])
+        self._survey.expect_from(split_address(self._server.address)[0])
         self.card = msgspec.structs.replace(self.card, control_address=self._server.address)
 
     def announce(self, cards: tuple[WorkerCard, ...]) -> None:

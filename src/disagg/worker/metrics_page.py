@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from http import HTTPStatus
 
+from disagg.core.endpoints import join_address
 from disagg.core.errors import ConfigurationError, InternalFault
 from disagg.telemetry.exposition import CONTENT_TYPE
 
@@ -34,8 +35,7 @@ class MetricsPage:
             text = f"cannot show metrics at {host}:{port}: {error.strerror or error}; choose another --metrics-port"
             raise ConfigurationError(text) from None
         bound: socket.socket = self._server.sockets[0]
-        name, number = bound.getsockname()[:2]
-        return f"[{name}]:{number}" if bound.family == socket.AF_INET6 else f"{name}:{number}"
+        return join_address(*bound.getsockname()[:2])
 
     async def close(self) -> None:
         """Idempotent."""

@@ -17,7 +17,7 @@ from disagg.core.roles import PartialStart
 from disagg.kvcache.memory import MappableMemory
 from disagg.modelfiles.fetch import resolve_model
 from disagg.policy.batching import StepBudget
-from disagg.protocol.messages import WorkerCard
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.state_metrics import worker_exposition
 from disagg.scheduler.config import SchedulerConfig
 from disagg.transport.api import Post

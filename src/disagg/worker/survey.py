@@ -13,7 +13,8 @@ from disagg.core.endpoints import TransportKind, TransportRate
 from disagg.core.errors import Failure, FailureKind, PeerFault
 from disagg.core.ids import WorkerId
 from disagg.policy.transport_choice import TransportDecision, choose_transport
-from disagg.protocol.messages import LinkReport, LinkState, WorkerCard
+from disagg.protocol.cards import WorkerCard
+from disagg.protocol.messages import LinkReport, LinkState
 from disagg.telemetry.counters import Counters
 from disagg.telemetry.metrics import SLOW_LINKS, TRANSPORTS_CHOSEN
 from disagg.transport.probe import Measured

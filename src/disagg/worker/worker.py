@@ -16,7 +16,8 @@ import msgspec
 from disagg.core.endpoints import TransportKind
 from disagg.core.errors import DisaggError, Failure, FailureKind, InternalFault, InvalidRequest
 from disagg.core.ids import WorkerId
-from disagg.protocol.messages import LinkState, ReportState, WorkerCard, WorkerState, WorkerToRouter, WorkerToWorker
+from disagg.protocol.cards import WorkerCard
+from disagg.protocol.messages import LinkState, ReportState, WorkerState, WorkerToRouter, WorkerToWorker
 from disagg.scheduler.actions import (
     Action,
     OpenGrant,
@@ -132,7 +133,7 @@ class Worker:
         """Also the loop's sign of life for the watchdog."""
         if self._watchdog is not None:
             self._watchdog.stamp_loop()
-        report = ReportState(self.scheduler.config.role, self.state(), self.scheduler.is_draining)
+        report = ReportState(self.state(), self.scheduler.is_draining)
         self._tell_router(SendToRouter(report))
 
     def state(self) -> WorkerState:

@@ -1,9 +1,10 @@
-"""Sizes, sequence lengths, ends of answers and the error tree."""
+"""Sizes, addresses, sequence lengths, ends of answers and the error tree."""
 
 import msgspec
 import pytest
 
 from disagg.core import errors
+from disagg.core.endpoints import join_address, split_address
 from disagg.core.ids import Fence, HandoffId, Incarnation, RequestId, SequenceId
 from disagg.core.request import FinishReason, SamplingParams, SequenceSpec, finish_reason
 from disagg.core.roles import ROLE_TASKS, Role, Task
@@ -27,6 +28,20 @@ def test_a_fence_differs_by_either_incarnation_and_by_attempt() -> None:
         Fence(Incarnation(1), Incarnation(2), 2),
     ]
     assert len({fence, *others}) == 4
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "address"), [("10.0.0.1", 0, "10.0.0.1:0"), ("box", 8001, "box:8001"), ("::1", 80, "[::1]:80")]
+)
+def test_an_address_is_taken_apart_as_it_was_put_together(host: str, port: int, address: str) -> None:
+    assert join_address(host, port) == address
+    assert split_address(address) == (host, port)
+
+
+def test_an_address_without_a_port_is_refused() -> None:
+    for text in ("box", "box:", "box:http", ""):
+        with pytest.raises(ValueError, match="invalid literal"):
+            split_address(text)
 
 
 @pytest.mark.parametrize(("dtype", "num_bytes"), sorted(DTYPE_BYTES.items()))

@@ -15,12 +15,11 @@ from disagg.dispatch.events import DispatchEvent, TimePassed, WorkerLost, Worker
 from disagg.dispatch.open_request import Choice
 from disagg.dispatch.stream import GenerateRequest, RequestFailed, StreamEvent, TokensDelivered
 from disagg.policy.recovery import RecoveryLimits
+from disagg.protocol.cards import PoolCard, WorkerCard
 from disagg.protocol.messages import (
     EmitTokens,
-    PoolCard,
     PromptReport,
     ReportPairing,
-    WorkerCard,
     WorkerToRouter,
 )
 

@@ -98,10 +98,10 @@ def test_the_last_of_a_kind_that_drains_leaves_requests_waiting() -> None:
 def test_a_worker_that_says_itself_that_it_drains_is_believed(is_draining: bool) -> None:
     desk = site()
     request_id, _ = desk.submit(max_tokens=50)
-    actions = desk.hear("d0", ReportState(Role.DECODE, WorkerState(), is_draining))
+    actions = desk.hear("d0", ReportState(WorkerState(), is_draining))
     assert sent(DrainWorker, actions) == []  # it knows
     assert desk.choice(request_id).workers[0] == ("d1" if is_draining else "d0")
-    assert desk.hear("d0", ReportState(Role.DECODE, WorkerState(), is_draining)) == []
+    assert desk.hear("d0", ReportState(WorkerState(), is_draining)) == []
 
 
 def test_a_worker_that_registers_while_it_drains_gets_nothing() -> None:

@@ -230,5 +230,5 @@ def test_they_begin_elsewhere_when_the_worker_of_their_leader_drains() -> None:
 def test_they_begin_on_a_worker_that_drains_if_there_is_no_other() -> None:
     desk = Desk().with_pair()
     request_id, _ = desk.submit(num_choices=2)
-    desk.hear("d0", ReportState(Role.DECODE, WorkerState(), is_draining=True))
+    desk.hear("d0", ReportState(WorkerState(), is_draining=True))
     assert starts(desk.emit("d0", request_id, 0)) == whole("d0", 1)

@@ -79,7 +79,7 @@ def test_a_workers_values_carry_its_name_role_and_model_until_it_is_gone() -> No
     metrics = RouterMetrics(desk.dispatcher)
     counters = (CounterValue(STEPS.name, "decode", 12.0), CounterValue("disagg_unheard_of_total", "x", 1.0))
     state = WorkerState(num_free_blocks=3, num_quarantined_blocks=2, num_running=4, counters=counters)
-    desk.hear("d0", ReportState(Role.DECODE, state))
+    desk.hear("d0", ReportState(state))
     families = scrape(metrics)
     whose = {"worker": "d0", "role": "decode", "model": "model"}
     assert value(families, "disagg_steps_total", kind="decode", **whose) == 12
@@ -128,7 +128,7 @@ def test_a_model_is_ready_once_it_can_be_served_and_its_queue_is_seen() -> None:
 def test_links_are_shown_to_workers_that_are_there() -> None:
     desk = Desk().with_pair()
     links = (LinkState(WorkerId("d0"), 5e6), LinkState(WorkerId("gone"), 7e6))
-    desk.hear("p0", ReportState(Role.PREFILL, WorkerState(links=links)))
+    desk.hear("p0", ReportState(WorkerState(links=links)))
     text = RouterMetrics(desk.dispatcher).text().decode()
     assert 'disagg_link_bytes_per_second{worker="p0",role="prefill",model="model",peer="d0"} 5000000' in text
     assert "gone" not in text
@@ -142,7 +142,7 @@ def test_nothing_that_a_worker_says_becomes_a_series_without_end() -> None:
     made_up += [CounterValue(MESSAGES_IGNORED.name, f"message-{number}", 1.0) for number in range(1000)]
     made_up += [CounterValue(PUSHES.name, f"label-{number}", 1.0) for number in range(1000)]
     made_up += [CounterValue("disagg_blocks", "stolen", 1.0), CounterValue("up", "", 1.0)]
-    desk.hear("d0", ReportState(Role.DECODE, WorkerState(counters=tuple(made_up))))
+    desk.hear("d0", ReportState(WorkerState(counters=tuple(made_up))))
     families = scrape(RouterMetrics(desk.dispatcher))
     whose = {"worker": "d0", "role": "decode", "model": "model"}
     assert value(families, STEPS.name, kind="other", **whose) == 1000

@@ -7,12 +7,12 @@ from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import WorkerId
 from disagg.core.roles import Role, Task
 from disagg.dispatch.actions import RefuseWorker, SendToWorker
+from disagg.protocol.cards import WorkerCard
 from disagg.protocol.messages import (
     AnnouncePeers,
     AnswerRegistration,
     ReportState,
     StartSequence,
-    WorkerCard,
     WorkerState,
 )
 from disagg.telemetry.metrics import MESSAGES_IGNORED, MOVES
@@ -111,7 +111,7 @@ def test_messages_of_an_old_incarnation_are_ignored() -> None:
     desk = Desk().with_pair()
     desk.lose("d0")
     desk.register(card("d0", Role.DECODE, incarnation=2))
-    state = ReportState(Role.DECODE, WorkerState(num_free_blocks=3))
+    state = ReportState(WorkerState(num_free_blocks=3))
     desk.hear("d0", state, incarnation=1)
     desk.hear("nobody", state)
     assert desk.dispatcher.counters.get(MESSAGES_IGNORED, "ReportState") == 2

@@ -9,7 +9,7 @@ from disagg.core.formats import KvWire
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.roles import Numerics, Role
 from disagg.core.spans import KvLayout
-from disagg.protocol.messages import PoolCard, WorkerCard
+from disagg.protocol.cards import PoolCard, WorkerCard
 from disagg.protocol.pairing import card_flaw, common_kinds, endpoints_over, is_handoff_pair, pairing_failure
 
 replace = msgspec.structs.replace

@@ -14,7 +14,8 @@ from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.ids import Incarnation, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, SamplingParams, TokenLogprobs
 from disagg.core.roles import Numerics, Role
-from disagg.protocol.messages import AbortSequence, EmitTokens, PoolCard, RouterToWorker, StartSequence, WorkerCard
+from disagg.protocol.cards import PoolCard, WorkerCard
+from disagg.protocol.messages import AbortSequence, EmitTokens, RouterToWorker, StartSequence
 from disagg.router.connection import ClientConnection
 from disagg.router.server import HttpServer
 from disagg.router.service import LiveService

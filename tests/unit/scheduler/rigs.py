@@ -13,15 +13,14 @@ from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
 from disagg.core.roles import FirstToken, HandoffMode, Numerics, PartialStart, Role, Task
 from disagg.core.spans import KvLayout
 from disagg.policy.batching import StepBudget
+from disagg.protocol.cards import PoolCard, WorkerCard
 from disagg.protocol.handoff import GrantKey, decode_grant_key
 from disagg.protocol.messages import (
     AbortSequence,
     AnswerReservation,
     EmitTokens,
-    PoolCard,
     ReportFailure,
     StartSequence,
-    WorkerCard,
     WorkerState,
 )
 from disagg.scheduler import events
@@ -236,7 +235,6 @@ class Solo:
             fence=self.fence(),
             blocks=tuple(range(blocks)),  # type: ignore[arg-type]
             first_missing_token=first_missing,
-            lease_s=9.0,
             grant_key=GrantKey(handoff(number), self.fence()).encode(),
             num_blocks=16,
         )

@@ -90,7 +90,7 @@ def test_a_prefill_worker_hands_over_the_next_token() -> None:
 def test_a_decode_worker_receives_all_that_was_read_and_goes_on() -> None:
     solo = solo_of(Role.DECODE)
     solo.start_spec(spec(), Task.DECODE, emitted=(70, 71))
-    (answer,) = to_peer(AnswerReservation, solo.hear(RequestReservation(handoff(0), solo.fence(), 12, 9.0)))
+    (answer,) = to_peer(AnswerReservation, solo.hear(RequestReservation(handoff(0), solo.fence(), 12)))
     assert answer.failure is None
     solo.handle(events.WriteLanded(handoff(0), Span(0, 12, 0, 3), None))
     solo.hear(FinishPrefill(handoff(0), solo.fence(), EmittedToken(sequence_id(0), 2, 72)))
@@ -143,7 +143,7 @@ def expected() -> Solo:
 
 def receiving() -> Solo:
     solo = expected()
-    solo.hear(RequestReservation(handoff(0), solo.fence(), 10, 9.0))
+    solo.hear(RequestReservation(handoff(0), solo.fence(), 10))
     return solo
 
 
@@ -193,10 +193,10 @@ def test_the_new_attempt_finds_what_the_old_one_had_computed() -> None:
 def test_an_expected_hand_off_of_an_earlier_attempt_is_refused() -> None:
     solo = expected()
     solo.start_spec(spec(), Task.DECODE, attempt=2)
-    (answer,) = to_peer(AnswerReservation, solo.hear(RequestReservation(handoff(0), solo.fence(), 10, 9.0)))
+    (answer,) = to_peer(AnswerReservation, solo.hear(RequestReservation(handoff(0), solo.fence(), 10)))
     assert answer.failure is not None
     assert answer.failure.kind is FailureKind.CANCELLED
-    request = RequestReservation(handoff(0, 2), solo.fence(attempt=2), 10, 9.0)
+    request = RequestReservation(handoff(0, 2), solo.fence(attempt=2), 10)
     (answer,) = to_peer(AnswerReservation, solo.hear(request))
     assert answer.failure is None
 
@@ -272,7 +272,7 @@ def test_a_draining_worker_still_takes_other_choices_of_a_request_that_it_is_at_
 def test_a_draining_worker_still_takes_the_hand_offs_that_were_announced() -> None:
     solo = expected()
     solo.handle(events.DrainRequested())
-    (answer,) = to_peer(AnswerReservation, solo.hear(RequestReservation(handoff(0), solo.fence(), 10, 9.0)))
+    (answer,) = to_peer(AnswerReservation, solo.hear(RequestReservation(handoff(0), solo.fence(), 10)))
     assert answer.failure is None
 
 

@@ -28,7 +28,7 @@ def destination(**more: object) -> Solo:
 
 def ask(solo: Solo, number: int = 0, num_tokens: int = 10, fence: Fence | None = None) -> AnswerReservation:
     """The peer asks; exactly one answer comes."""
-    actions = solo.hear(RequestReservation(handoff(number), fence or solo.fence(), num_tokens, 9.0))
+    actions = solo.hear(RequestReservation(handoff(number), fence or solo.fence(), num_tokens))
     (answer,) = to_peer(AnswerReservation, actions)
     return answer
 
@@ -44,14 +44,14 @@ def receiving(**more: object) -> Solo:
     return solo
 
 
-def finish(token: EmittedToken | None = TOKEN) -> FinishPrefill:
+def finish(token: EmittedToken = TOKEN) -> FinishPrefill:
     return FinishPrefill(handoff(0), Fence(PEER_INCARNATION, Incarnation(11), 1), token)
 
 
 def test_a_grant_is_open_before_the_peer_is_told_of_it() -> None:
     solo = destination()
     solo.start(0, Task.DECODE, PROMPT, max_tokens=8)
-    actions = solo.hear(RequestReservation(handoff(0), solo.fence(), 10, 9.0))
+    actions = solo.hear(RequestReservation(handoff(0), solo.fence(), 10))
     assert [type(action) for action in actions] == [OpenGrant, SendToPeer]
     (grant,), (answer,) = of(OpenGrant, actions), to_peer(AnswerReservation, actions)
     assert (answer.grant_key, answer.blocks) == (grant.grant_key, grant.blocks)
@@ -70,16 +70,6 @@ def test_an_offer_of_another_length_than_the_prompts_is_refused_for_good(num_tok
     assert f"{num_tokens} tokens offered, the sequence has 10" in failure.message
 
 
-@pytest.mark.parametrize(("num_tokens", "is_taken"), [(0, False), (8, True), (10, True), (11, False)])
-def test_a_part_of_a_prefix_is_welcome_in_the_index(num_tokens: int, is_taken: bool) -> None:
-    solo = destination()
-    solo.start(0, Task.RECEIVE_PREFIX, PROMPT)
-    answer = ask(solo, num_tokens=num_tokens)
-    assert (answer.failure is None) is is_taken
-    if answer.failure is not None:
-        assert answer.failure.kind is FailureKind.INVALID_REQUEST
-
-
 @pytest.mark.parametrize(
     ("peer", "fence"),
     [
@@ -91,7 +81,7 @@ def test_a_part_of_a_prefix_is_welcome_in_the_index(num_tokens: int, is_taken: b
 def test_nobody_else_is_given_blocks(peer: WorkerId, fence: Fence) -> None:
     solo = destination()
     solo.start(0, Task.DECODE, PROMPT)
-    actions = solo.handle(events.PeerMessageReceived(peer, RequestReservation(handoff(0), fence, 10, 9.0)))
+    actions = solo.handle(events.PeerMessageReceived(peer, RequestReservation(handoff(0), fence, 10)))
     (answer,) = to_peer(AnswerReservation, actions)
     assert answer.failure is not None
     assert answer.failure.kind is FailureKind.CANCELLED
@@ -243,8 +233,8 @@ def test_receivers_count_against_the_number_of_running_sequences() -> None:
     assert failure.kind is FailureKind.OVERLOADED
 
 
-@pytest.mark.parametrize("token", [None, EmittedToken(sequence_id(0), 1, 42), EmittedToken(sequence_id(1), 0, 42)])
-def test_a_finish_without_the_right_first_token_is_the_peers_fault(token: EmittedToken | None) -> None:
+@pytest.mark.parametrize("token", [EmittedToken(sequence_id(0), 1, 42), EmittedToken(sequence_id(1), 0, 42)])
+def test_a_finish_without_the_right_first_token_is_the_peers_fault(token: EmittedToken) -> None:
     solo = receiving()
     land(solo, Span(0, 10, 0, 3))
     actions = solo.hear(finish(token))

@@ -1,11 +1,13 @@
 """Giving up in every state: blocks are free exactly when nothing can touch them any more."""
 
+import math
+
 import msgspec
 import pytest
-from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, handoff, of, sequence_id, to_peer
+from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Duo, Solo, handoff, of, sequence_id, to_peer
 
 from disagg.core.errors import Failure, FailureKind
-from disagg.core.ids import WorkerId
+from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.request import EmittedToken
 from disagg.core.roles import Role, Task
 from disagg.core.spans import Span
@@ -34,7 +36,7 @@ def destination() -> Solo:
 
 def receiving() -> Solo:
     solo = destination()
-    solo.hear(RequestReservation(handoff(0), solo.fence(), 10, LEASE_S))
+    solo.hear(RequestReservation(handoff(0), solo.fence(), 10))
     return solo
 
 
@@ -319,6 +321,33 @@ def test_each_end_renews_a_third_of_the_way_by_the_clock_alone() -> None:
         assert renewals == 3
 
 
+def test_hand_offs_outlive_the_shorter_of_two_unlike_leases() -> None:
+    """One is read, the other waits in the queue, both for longer than the destination waits for a silent source."""
+    budget = StepBudget(chunk_tokens=64, mixed_chunk_tokens=8, max_running=1)
+    long = Solo(Role.PREFILL, name=WorkerId("p"), incarnation=Incarnation(1), budget=budget, lease_s=30.0)
+    short = Solo(Role.DECODE, name=WorkerId("d"), incarnation=Incarnation(2), lease_s=1.0)
+    pair = Duo(long, short)
+    for number in range(2):
+        pair.start(number, (Task.PREFILL, Task.DECODE), PROMPT, max_tokens=1)
+    pair.exchange()
+    for _ in range(50):
+        for end in (long, short):
+            pair.take(end, end.wait(0.1))
+        pair.exchange()
+    for _ in range(2):
+        pair.step(long)
+    assert (long.failures, short.failures) == ([], [])
+    assert long.scheduler.is_idle
+    assert short.scheduler.is_idle
+
+
+def test_only_a_shorter_lease_is_answered_by_a_renewal() -> None:
+    solo = source()
+    for lease_s, answered in ((LEASE_S / 3, [LEASE_S]), (LEASE_S, []), (2 * LEASE_S, [])):
+        answers = to_peer(RenewLeases, solo.hear(RenewLeases((handoff(0), handoff(9)), lease_s)))
+        assert [(each.handoff_ids, each.lease_s) for each in answers] == [((handoff(0),), each) for each in answered]
+
+
 def test_a_decoding_sequence_needs_no_lease() -> None:
     solo = complete()
     solo.handle(events.GrantFenced(handoff(0)))
@@ -340,9 +369,10 @@ def test_a_complete_hand_off_needs_nothing_more_of_its_source() -> None:
     assert not solo.failures
 
 
-def test_a_lease_is_never_longer_than_the_workers_own() -> None:
+@pytest.mark.parametrize("lease_s", [1e12, math.inf, math.nan, -1.0])
+def test_a_lease_is_never_longer_than_the_workers_own(lease_s: float) -> None:
     solo = receiving()
-    solo.hear(RenewLeases((handoff(0),), 1e12))
+    solo.hear(RenewLeases((handoff(0),), lease_s))
     solo.wait(10 * LEASE_S)
     assert solo.failures
 

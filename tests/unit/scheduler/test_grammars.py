@@ -5,7 +5,7 @@ from tests.unit.scheduler.rigs import Duo, Solo, duo, handoff, of, sequence_id
 
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.grammar import GrammarKind, GrammarSpec
-from disagg.core.request import SamplingParams, SequenceSpec
+from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
 from disagg.core.roles import Role, Task
 from disagg.scheduler import events
 from disagg.scheduler.actions import PrepareGrammar
@@ -97,7 +97,8 @@ def test_a_row_that_the_engine_refused_ends_alone() -> None:
     plan, solo.plan = solo.plan, None
     assert plan is not None
     failure = Failure(FailureKind.INVALID_REQUEST, "too complex")
-    solo.handle(events.StepFinished(StepResult(plan.step_id, (), failures=((sequence_id(0), failure),)), 0.01))
+    tokens = (EmittedToken(sequence_id(1), 1, 7),)
+    solo.handle(events.StepFinished(StepResult(plan.step_id, tokens, failures=((sequence_id(0), failure),)), 0.01))
     assert [report.failure for report in solo.failures] == [failure]
     assert rows_of(solo) == [1]
     solo.finish_steps()

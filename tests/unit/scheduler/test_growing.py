@@ -46,7 +46,7 @@ def test_a_reservation_holds_the_same_headroom() -> None:
     solo = Solo(Role.DECODE, answer_headroom=4)
     solo.meet(Role.PREFILL)
     solo.start(0, Task.DECODE, prompt(0, 10), max_tokens=30)
-    solo.hear(RequestReservation(handoff(0), solo.fence(), 10, 9.0))
+    solo.hear(RequestReservation(handoff(0), solo.fence(), 10))
     assert (solo.state.num_reserved_blocks, solo.state.num_held_blocks) == (3, 1)
 
 
@@ -214,7 +214,7 @@ def test_a_preempted_receiver_reads_for_itself_and_needs_its_peer_no_more() -> N
     solo.meet(Role.PREFILL)
     solo.start_spec(spec(0, 4, 12), Task.WHOLE)
     solo.start_spec(spec(1, 6, 8), Task.DECODE)
-    (answer,) = to_peer(AnswerReservation, solo.hear(RequestReservation(handoff(1), solo.fence(), 6, 9.0)))
+    (answer,) = to_peer(AnswerReservation, solo.hear(RequestReservation(handoff(1), solo.fence(), 6)))
     expected = expected_tokens(LAYOUT, sequence_id(1), prompt(1, 6), SamplingParams(8, temperature=0.0), VOCAB)
     write_kv(engine, answer, 6)
     solo.handle(events.WriteLanded(handoff(1), Span(0, 6, 0, 3), None))
@@ -247,7 +247,7 @@ def test_a_stream_alone_waits_for_hand_offs_instead_of_starting_over() -> None:
     solo.start(1, Task.DECODE, prompt(1), max_tokens=1)
     solo.start(2, Task.DECODE, prompt(2), max_tokens=1)
     for number in (1, 2):
-        (answer,) = to_peer(AnswerReservation, solo.hear(RequestReservation(handoff(number), solo.fence(), 4, 9.0)))
+        (answer,) = to_peer(AnswerReservation, solo.hear(RequestReservation(handoff(number), solo.fence(), 4)))
         assert answer.failure is None
     for _ in range(5):
         solo.finish_step()

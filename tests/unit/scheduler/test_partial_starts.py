@@ -30,7 +30,7 @@ def waiting(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 3, **more: objec
     solo = Solo(Role.DECODE, **more)  # type: ignore[arg-type]
     solo.meet(Role.PREFILL)
     solo.start(0, Task.DECODE, prompt, max_tokens)
-    solo.hear(RequestReservation(handoff(0), solo.fence(), len(prompt), LEASE_S))
+    solo.hear(RequestReservation(handoff(0), solo.fence(), len(prompt)))
     return solo
 
 

@@ -28,7 +28,7 @@ def full_destination(num_refused: int, order: tuple[int, ...] = ()) -> Solo:
 
 
 def ask(solo: Solo, number: int) -> list[Action]:
-    return solo.hear(RequestReservation(handoff(number), solo.fence(), len(PROMPT), 9.0))
+    return solo.hear(RequestReservation(handoff(number), solo.fence(), len(PROMPT)))
 
 
 def is_granted(actions: list[Action]) -> bool:

@@ -26,7 +26,7 @@ def destination(prompt: tuple[int, ...] = PROMPT) -> Solo:
 
 def receiving(*landed: Span) -> Solo:
     solo = destination()
-    solo.hear(RequestReservation(handoff(0), solo.fence(), 10, LEASE_S))
+    solo.hear(RequestReservation(handoff(0), solo.fence(), 10))
     for span in landed:
         solo.handle(events.WriteLanded(handoff(0), span, None))
     return solo
@@ -97,7 +97,7 @@ def test_a_prefix_that_was_here_before_is_kept_with_what_came_after_it() -> None
     solo.start(9, Task.WHOLE, (*PROMPT[:4], 50), max_tokens=1)
     solo.finish_steps()
     solo.start(0, Task.DECODE, PROMPT)
-    actions = solo.hear(RequestReservation(handoff(0), solo.fence(), 10, LEASE_S))
+    actions = solo.hear(RequestReservation(handoff(0), solo.fence(), 10))
     (answer,) = to_peer(AnswerReservation, actions)
     assert answer.first_missing_token == 4
     solo.handle(events.WriteLanded(handoff(0), Span(4, 9, 0, 3), None))
@@ -110,7 +110,7 @@ def test_a_prefix_that_was_here_before_is_kept_with_what_came_after_it() -> None
 def test_two_broken_hand_offs_of_one_prompt_keep_it_once() -> None:
     solo = receiving(Span(0, 8, 0, 3))
     solo.start(1, Task.DECODE, PROMPT)
-    solo.hear(RequestReservation(handoff(1), solo.fence(), 10, LEASE_S))
+    solo.hear(RequestReservation(handoff(1), solo.fence(), 10))
     solo.handle(events.WriteLanded(handoff(1), Span(0, 8, 0, 3), None))
     solo.handle(LOST)
     for number in (1, 0):

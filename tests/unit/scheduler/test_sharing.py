@@ -87,7 +87,7 @@ def test_a_refused_reservation_counts_nothing() -> None:
     solo.meet(Role.PREFILL)
     solo.start(0, Task.WHOLE, tuple(range(50, 62)), max_tokens=3)
     solo.start(1, Task.DECODE, PROMPT)
-    solo.hear(RequestReservation(handoff(1), solo.fence(), 10, 9.0))
+    solo.hear(RequestReservation(handoff(1), solo.fence(), 10))
     assert looked_up(solo, Task.DECODE) == (0, 0)
 
 

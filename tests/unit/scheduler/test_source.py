@@ -5,9 +5,7 @@ from tests.unit.scheduler.rigs import (
     LAYER_TOKEN_BYTES,
     PEER,
     PEER_INCARNATION,
-    Duo,
     Solo,
-    duo,
     handoff,
     of,
     sequence_id,
@@ -62,7 +60,7 @@ def refusal(solo: Solo, kind: FailureKind, number: int = 0) -> AnswerReservation
 def test_nothing_is_computed_before_the_peer_has_granted_room() -> None:
     solo = source()
     (request,) = to_peer(RequestReservation, solo.start(0, Task.PREFILL, PROMPT))
-    assert (request.num_tokens, request.fence, request.lease_s) == (10, solo.fence(), 9.0)
+    assert (request.num_tokens, request.fence) == (10, solo.fence())
     assert solo.plan is None
     (step,) = of(RunStep, solo.hear(solo.answer(0)))
     assert step.plan.report_every == 1
@@ -315,65 +313,6 @@ def test_a_lost_peer_fails_its_hand_offs_and_no_others() -> None:
     assert solo.scheduler.is_idle
     solo.start(2, Task.PREFILL, PROMPT)
     assert solo.failures[-1].failure.kind is FailureKind.WORKER_LOST
-
-
-# --- prefix hand-offs --------------------------------------------------------------------------------------------
-
-
-def cached_pair() -> Duo:
-    """The source has 12 tokens of a prompt of 14 in its index."""
-    pair = duo()
-    pair.start(0, (Task.PREFILL, Task.DECODE), tuple(range(14)), max_tokens=1)
-    pair.exchange()
-    pair.step(pair.source)
-    assert pair.source.scheduler.is_idle
-    assert pair.destination.scheduler.is_idle
-    return pair
-
-
-def test_a_prefix_moves_into_the_index_of_the_destination() -> None:
-    pair = cached_pair()
-    third = Duo(pair.source, Solo(Role.DECODE, name=PEER, incarnation=PEER_INCARNATION))
-    third.start(1, (Task.SEND_PREFIX, Task.RECEIVE_PREFIX), tuple(range(14)))
-    third.exchange()
-    assert [push.span for push in third.pushes] == [Span(0, 12, 0, 3)]
-    assert pair.source.plan is None  # nothing was computed
-    assert pair.source.scheduler.is_idle
-    assert third.destination.scheduler.is_idle
-    assert third.destination.state.num_cached_blocks == 3
-    third.destination.start(2, Task.WHOLE, tuple(range(14)), max_tokens=1)
-    assert third.destination.plan is not None
-    assert third.destination.plan.rows[0].position == 12
-
-
-def test_sync_mode_sends_a_prefix_too() -> None:
-    pair = duo(mode=HandoffMode.SYNC)
-    pair.start(0, (Task.PREFILL, Task.DECODE), tuple(range(14)), max_tokens=1)
-    pair.exchange()
-    pair.step(pair.source)
-    third = Duo(pair.source, Solo(Role.DECODE, name=PEER, incarnation=PEER_INCARNATION))
-    third.start(1, (Task.SEND_PREFIX, Task.RECEIVE_PREFIX), tuple(range(14)))
-    third.exchange()
-    assert third.destination.state.num_cached_blocks == 3
-
-
-def test_only_what_the_destination_lacks_of_a_prefix_moves() -> None:
-    pair = cached_pair()
-    before = len(pair.pushes)
-    pair.start(1, (Task.SEND_PREFIX, Task.RECEIVE_PREFIX), tuple(range(14)))
-    pair.exchange()
-    assert len(pair.pushes) == before
-    assert pair.source.scheduler.is_idle
-    assert pair.destination.scheduler.is_idle
-    assert pair.destination.state.num_cached_blocks == 3
-
-
-def test_a_prefix_that_is_not_cached_fails_and_nothing_is_kept() -> None:
-    pair = duo()
-    pair.start(0, (Task.SEND_PREFIX, Task.RECEIVE_PREFIX), tuple(range(14)))
-    pair.exchange()
-    assert [report.failure.kind for report in pair.source.failures] == [FailureKind.CANCELLED]
-    assert pair.source.scheduler.is_idle
 
 
 def test_the_speed_of_a_link_is_learned_from_its_pushes_and_forgotten_with_the_peer() -> None:

@@ -106,7 +106,7 @@ def test_a_decode_worker() -> None:
     solo.meet(Role.PREFILL)
     timed(solo, 0, Task.DECODE)
     solo.now_s += 1.0
-    solo.hear(RequestReservation(handoff(0), solo.fence(), len(PROMPT), 9.0))
+    solo.hear(RequestReservation(handoff(0), solo.fence(), len(PROMPT)))
     solo.now_s += 2.0
     fence = Fence(PEER_INCARNATION, Incarnation(11), 1)
     solo.hear(FinishPrefill(handoff(0), fence, EmittedToken(sequence_id(0), 0, 42)))

@@ -16,7 +16,7 @@ from tests.unit.scheduler.rigs import (
 
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import Fence, Incarnation, StepId, WorkerId
-from disagg.core.request import SamplingParams, SequenceSpec
+from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
 from disagg.core.roles import Role, Task
 from disagg.core.spans import Span
 from disagg.protocol.messages import (
@@ -135,7 +135,7 @@ def test_late_messages_of_an_ended_sequence_are_ignored() -> None:
 def test_who_hands_over_what_is_not_known_here_is_told_so() -> None:
     solo = Solo(Role.DECODE)
     solo.meet(Role.PREFILL)
-    (answer,) = solo.hear(FinishPrefill(handoff(0), solo.fence(), None))
+    (answer,) = solo.hear(FinishPrefill(handoff(0), solo.fence(), EmittedToken(sequence_id(0), 0, 42)))
     assert isinstance(answer, SendToPeer)
     assert isinstance(answer.message, CancelHandoff)
     assert solo.ignored("FinishPrefill") == 1

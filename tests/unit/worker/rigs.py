@@ -11,10 +11,10 @@ from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
 from disagg.core.roles import Numerics, Role, Task
 from disagg.core.spans import KvLayout
+from disagg.protocol.cards import PoolCard
 from disagg.protocol.messages import (
     AbortSequence,
     EmitTokens,
-    PoolCard,
     ReportFailure,
     ReportPairing,
     SequenceReport,

@@ -17,12 +17,11 @@ from disagg.dispatch.config import DispatcherConfig
 from disagg.dispatch.dispatcher import Dispatcher
 from disagg.dispatch.stream import GenerateRequest, StreamEvent, TokenStream
 from disagg.policy.recovery import RecoveryLimits
+from disagg.protocol.cards import PoolCard, WorkerCard
 from disagg.protocol.messages import (
     AnswerRegistration,
-    PoolCard,
     RegisterWorker,
     RouterToWorker,
-    WorkerCard,
 )
 from disagg.router.service import LiveService
 from disagg.worker.links import RouterLink

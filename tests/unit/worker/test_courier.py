@@ -9,8 +9,8 @@ from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, RequestId, S
 from disagg.core.roles import Numerics, Role
 from disagg.core.spans import KvLayout, Span
 from disagg.kvcache.segments import block_segments, span_segments
+from disagg.protocol.cards import PoolCard, WorkerCard
 from disagg.protocol.handoff import GrantKey
-from disagg.protocol.messages import PoolCard, WorkerCard
 from disagg.scheduler import events
 from disagg.scheduler.actions import OpenGrant, PushSpan, RevokeGrant, StopPushes
 from disagg.testing.memory import BytesMemory

@@ -14,7 +14,8 @@ from disagg.core.endpoints import TransportChoice, TransportKind
 from disagg.core.errors import PeerLost
 from disagg.core.roles import Numerics, Role
 from disagg.policy.transport_choice import ChoiceReason, TransportDecision, choose_transport
-from disagg.protocol.messages import PoolCard, ReportState, WorkerCard
+from disagg.protocol.cards import PoolCard, WorkerCard
+from disagg.protocol.messages import ReportState
 from disagg.telemetry.metrics import SLOW_LINKS, TRANSPORTS_CHOSEN
 from disagg.testing.memory import BytesMemory, SealedBytesMemory
 from disagg.transport.probe import Measured

@@ -269,7 +269,7 @@ async def test_a_refused_worker_hears_why_and_is_let_go() -> None:
         assert not is_ready(served)
 
 
-@pytest.mark.parametrize("first", [ReportState(Role.MIXED, WorkerState()), b"hello"])
+@pytest.mark.parametrize("first", [ReportState(WorkerState()), b"hello"])
 async def test_who_does_not_register_is_sent_away(first: object) -> None:
     async with service() as (served, address):
         channel = await dial(address, DECODER, timeout_s=DEADLINE_S)
