@@ -1,7 +1,6 @@
 """Fixtures for every test. Each test must leave no thread and no child process behind."""
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import settings
 from tests.e2e.models import tiny_llama, tiny_qwen2
 
+from disagg.cluster.local import _reserve
 from disagg.modelfiles.fetch import KNOWN_MODELS, models_folder
 
 __all__ = ["tiny_llama", "tiny_qwen2"]
@@ -57,12 +57,10 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> Iterator[int]:
+    """A TCP port on loopback that nobody else is given meanwhile; a server that is told to take it may."""
+    with _reserve("127.0.0.1") as reserved:
+        yield reserved.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

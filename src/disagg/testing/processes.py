@@ -60,10 +60,13 @@ def command_line(pid: int) -> str:
     return ""
 
 
-def listening_ports(pids: Sequence[int]) -> set[int]:
-    """TCP ports (IPv4 and IPv6) on which these processes listen."""
+def listening_sockets(pids: Sequence[int]) -> dict[int, int]:
+    """TCP ports (IPv4 and IPv6) on which these processes listen, by the inode of the socket.
+
+    By inodes, for a port that is given up may be somebody else's at once.
+    """
     inodes = {inode for pid in pids for inode in _socket_inodes(pid)}
-    return {port for inode, port in _listening_inodes() if inode in inodes}
+    return {inode: port for inode, port in _listening_inodes() if inode in inodes}
 
 
 def shared_memory_names(pids: Sequence[int]) -> set[str]:
@@ -116,7 +119,7 @@ class MarkedProcess:
         self._environment = dict(environment or {})
         self._mark = uuid.uuid4().hex
         self._seen: set[int] = set()
-        self._ports: set[int] = set()
+        self._listeners: dict[int, int] = {}  # ports by inode
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="disagg-test-")
@@ -175,7 +178,7 @@ class MarkedProcess:
         """Remember who lives and listens now, for the check at the end."""
         living = list(self.family())
         self._seen.update(living)
-        self._ports |= listening_ports(living)
+        self._listeners |= listening_sockets(living)
 
     def wait_line(self, pattern: str, timeout_s: float) -> str:
         """The first line of output in which the pattern is found. Raises InternalFault with the output so far."""
@@ -215,7 +218,7 @@ class MarkedProcess:
             raise InternalFault(f"temporary files left: {files}")
 
     def _open_ports(self) -> set[int]:
-        return {port for _, port in _listening_inodes()} & self._ports
+        return {port for inode, port in _listening_inodes() if inode in self._listeners}
 
     def _kill_family(self) -> None:
         for pid in self.family():
