@@ -53,6 +53,16 @@ def marked_processes(mark: str) -> dict[int, str]:
     return found
 
 
+def children_of(pid: int) -> set[int]:
+    """Pids of all that a process has started and not waited for, zombies among them; none when it is gone."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(PROC / str(pid) / "task"):
+            with contextlib.suppress(OSError):
+                found.update(map(int, (PROC / str(pid) / "task" / thread / "children").read_text().split()))
+    return found
+
+
 def command_line(pid: int) -> str:
     """Arguments joined by blanks; '' when the process is gone."""
     with contextlib.suppress(OSError):
@@ -135,6 +145,7 @@ class MarkedProcess:
             pass_fds=(self._lifeline.fd,),
             process_group=0,
         )
+        self._seen.add(self._process.pid)
         assert self._process.stdout is not None
         self._reader = threading.Thread(
             target=self._read, args=(self._process.stdout,), name="test-output", daemon=True
@@ -266,9 +277,11 @@ class Serve(MarkedProcess):
     def pid_of(self, name: str) -> int:
         """Pid of 'router' or of a worker, such as 'decode-0'. Raises InternalFault when it does not run."""
         wanted = " disagg router " if name == "router" else f" --worker-id {name} "
-        pids = [pid for pid, command in self.family().items() if wanted in f"{command} "]
+        # Its own children: a look at every process of the machine takes milliseconds.
+        commands = {pid: command_line(pid) for pid in children_of(self.pid)}
+        pids = [pid for pid, command in commands.items() if wanted in f"{command} "]
         if len(pids) != 1:
-            raise InternalFault(f"{len(pids)} processes named {name!r} among {self.family()}")
+            raise InternalFault(f"{len(pids)} processes named {name!r} among {commands}")
         return pids[0]
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> int:
@@ -295,7 +308,9 @@ class Serve(MarkedProcess):
 
         def is_healthy() -> bool:
             with contextlib.suppress(httpx.HTTPError):
-                return httpx.get(f"{self.url}/ready", timeout=2.0, trust_env=False).status_code == httpx.codes.OK
+                return client.get(f"{self.url}/ready").status_code == httpx.codes.OK
             return False
 
-        wait_until(is_healthy, timeout_s, f"{self.url}/ready to answer 200")
+        # Nothing is encrypted here, and reading certificates costs more than a request.
+        with httpx.Client(timeout=2.0, trust_env=False, verify=False) as client:
+            wait_until(is_healthy, timeout_s, f"{self.url}/ready to answer 200")
