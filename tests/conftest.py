@@ -1,7 +1,7 @@
 """Fixtures for every test. Each test must leave no thread and no child process behind."""
 
-import contextlib
-import socket
+import gc
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +11,9 @@ import pytest
 from hypothesis import settings
 from tests.e2e.models import tiny_llama, tiny_qwen2
 
+from disagg.cluster.local import _reserve
 from disagg.modelfiles.fetch import KNOWN_MODELS, models_folder
+from disagg.testing.processes import children_of
 
 __all__ = ["tiny_llama", "tiny_qwen2"]
 
@@ -32,12 +34,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}.{item.path.stem}"))
 
 
-def _children() -> set[int]:
-    pids: set[int] = set()
-    for path in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            pids |= {int(pid) for pid in path.read_text().split()}
-    return pids
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What collecting has made lives to the end: later collections of garbage need not look at millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def _threads() -> set[threading.Thread]:
@@ -47,22 +48,20 @@ def _threads() -> set[threading.Thread]:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves threads or child processes."""
-    threads, children = _threads(), _children()
+    threads, children = _threads(), children_of(os.getpid())
     yield
     deadline_s = time.monotonic() + LEAK_TIMEOUT_S
-    while (_threads() - threads or _children() - children) and time.monotonic() < deadline_s:
+    while (_threads() - threads or children_of(os.getpid()) - children) and time.monotonic() < deadline_s:
         time.sleep(0.005)
     assert not _threads() - threads, "threads left behind"
-    assert not _children() - children, "child processes left behind"
+    assert not children_of(os.getpid()) - children, "child processes left behind"
 
 
 @pytest.fixture
-def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> Iterator[int]:
+    """A TCP port on loopback that nobody else is given meanwhile; a server that is told to take it may."""
+    with _reserve("127.0.0.1") as reserved:
+        yield reserved.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

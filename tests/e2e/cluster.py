@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -12,6 +11,7 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from disagg.cluster.local import _reserve
 from disagg.cluster.view import ClusterView
 from disagg.core.errors import InternalFault
 from disagg.policy.routing import PlacementReason
@@ -53,8 +53,8 @@ class Front:
 
     def __init__(self, url: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         self.url = url
-        # Proxies of the environment are for the outside world.
-        self.client = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
+        # Proxies of the environment are for the outside world, and reading certificates costs more than a request.
+        self.client = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False, verify=False)
 
     def __enter__(self) -> Self:
         return self
@@ -140,13 +140,14 @@ def completion(model: str, prompt: str | Sequence[int], max_tokens: int, **more:
     return {**body, "logprobs": 0, "ignore_eos": True, **more}
 
 
-def free_ports(count: int) -> list[int]:
-    """TCP ports on loopback that were free a moment ago, all different."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+@contextlib.contextmanager
+def reserved_ports(count: int) -> Iterator[list[int]]:
+    """TCP ports on loopback that nobody else is given meanwhile, all different; a server that is told to take one may.
+
+    Until then who connects is refused.
+    """
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(_reserve("127.0.0.1")).getsockname()[1] for _ in range(count)]
 
 
 def router(models: Mapping[str, object], *more: str, port: int = 0, control_port: int = 0) -> MarkedProcess:

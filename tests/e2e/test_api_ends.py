@@ -1,21 +1,18 @@
 """Ends that are no whole answers, along every path: cut off, turned away, left by their clients.
 
+Case 32, a router that ends in the middle: test_structured.py, for it ends the cluster.
 Case 40, a prompt that only the decode worker could hold, needs unlike workers: e4 in
 tests/faults/test_class_e_real_answers.py.
 Case 41, a prefill worker that fails: a2 and a3 in tests/faults/test_class_a_hangs.py.
 """
 
 import asyncio
-import json
 import random
-import signal
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import httpx
 import pytest
-from tests.e2e.api_paths import MAX_OPEN, PATHS, Json, Paths, all_paths, completion
-from tests.e2e.cluster import FAST_BEATS, standing_still
+from tests.e2e.api_paths import MAX_OPEN, PATHS, Paths, completion
 from tests.e2e.test_aborts import SEED, draw, live_all
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("long paths")]
@@ -80,25 +77,3 @@ def test_case_45_many_at_once_of_whom_many_go_leave_nothing_and_spoil_no_answer(
         assert all(answer == kept[0] for answer in kept)
         whole += len(kept) == len(PATHS)
     assert NUM_AT_ONCE_AND_GONE // 5 < whole < NUM_AT_ONCE_AND_GONE
-
-
-def test_case_32_a_failure_after_the_first_byte_is_an_event_and_no_done(long_model: Path) -> None:
-    """The router is told to end in the middle, and all that belongs to it ends: a client can tell that from success."""
-    errors: dict[str, Json] = {}
-    with all_paths(long_model, *FAST_BEATS) as ending:
-        for name, front in ending.fronts.items():
-            lines: list[str] = []
-            asked = completion(PROMPT, max_tokens=3500, stream=True)
-            serve = ending.serves[name]
-            writer = serve.pid_of("mixed-0" if name == "mixed" else "decode-0")
-            with ExitStack() as still, front.client.stream("POST", "/v1/completions", json=asked) as got:
-                for line in got.iter_lines():
-                    lines += [line] if line else []
-                    if len(lines) == 5 and line:
-                        still.enter_context(standing_still(writer))
-                        serve.kill("router", signal.SIGTERM)
-            assert "data: [DONE]" not in lines
-            assert all("error" not in json.loads(line.removeprefix("data: ")) for line in lines[:-1])
-            errors[name] = json.loads(lines[-1].removeprefix("data: "))["error"]
-    assert errors["mixed"]["code"] == "service_unavailable"
-    assert all(error == errors["mixed"] for error in errors.values())

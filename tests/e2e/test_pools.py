@@ -15,8 +15,8 @@ from tests.e2e.cluster import (
     Front,
     announced,
     completion,
-    free_ports,
     is_ready,
+    reserved_ports,
     router,
     standing_still,
     worker,
@@ -126,10 +126,11 @@ def pids_of(processes: Sequence[MarkedProcess]) -> list[int]:
 def test_workers_find_a_router_that_comes_back(tiny_llama: Path) -> None:
     """Stopped in order or killed, with an answer under way: the same workers serve the next router."""
     model = "tiny-llama"
-    port, control_port = free_ports(2)
-    control = f"127.0.0.1:{control_port}"
     prompt = [3 + index for index in range(100)]
-    with Front(f"http://127.0.0.1:{port}") as front, ExitStack() as stack:
+    with ExitStack() as stack:
+        port, control_port = stack.enter_context(reserved_ports(2))
+        control = f"127.0.0.1:{control_port}"
+        front = stack.enter_context(Front(f"http://127.0.0.1:{port}"))
         workers = [
             stack.enter_context(worker(tiny_llama, role, f"{role}-0", control, *FAST_BEATS))
             for role in ("prefill", "decode")

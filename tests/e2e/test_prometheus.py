@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.e2e.cluster import FAST_BEATS, Front, announced, free_ports, is_ready, router, worker
+from tests.e2e.cluster import FAST_BEATS, Front, announced, is_ready, reserved_ports, router, worker
 from tests.unit.test_monitoring import expressions
 
 from disagg.telemetry.metrics import WORKER_METRICS
@@ -36,8 +36,10 @@ def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedPr
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Front, int]]:
     """A cluster with a prefill worker that shows metrics of its own; its router, and that worker's port."""
     model = write_tiny_llama(tmp_path_factory.mktemp("served") / "tiny", seed=1)
-    (port,) = free_ports(1)
-    with router({"tiny": model}, *FAST_BEATS, "--local-prefill-tokens", "0") as front_process:
+    with (
+        reserved_ports(1) as (port,),
+        router({"tiny": model}, *FAST_BEATS, "--local-prefill-tokens", "0") as front_process,
+    ):
         where = announced(front_process)
         shown = ("--metrics-port", str(port))
         with (
@@ -70,10 +72,9 @@ def test_promtool_finds_nothing_wrong_with_the_text(served: tuple[Front, int]) -
 
 
 def test_prometheus_scrapes_the_cluster_and_answers_what_the_files_ask(
-    served: tuple[Front, int], tmp_path: Path
+    served: tuple[Front, int], tmp_path: Path, free_port: int
 ) -> None:
     front, worker_port = served
-    (port,) = free_ports(1)
     config = tmp_path / "prometheus.yml"
     targets = {"127.0.0.1:8000": front.url.removeprefix("http://")}
     text = (MONITORING / "prometheus.yml").read_text().replace("scrape_interval: 5s", "scrape_interval: 1s")
@@ -87,10 +88,10 @@ def test_prometheus_scrapes_the_cluster_and_answers_what_the_files_ask(
     arguments = (
         f"--config.file={config}",
         f"--storage.tsdb.path={tmp_path / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}",
+        f"--web.listen-address=127.0.0.1:{free_port}",
     )
     with MarkedProcess(arguments, program=("prometheus",)):
-        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S, trust_env=False)
+        client = httpx.Client(base_url=f"http://127.0.0.1:{free_port}", timeout=TIMEOUT_S, trust_env=False)
         with client:
             wait_until(lambda: is_up(client), TIMEOUT_S, "both targets to be scraped")
             blocks = ask(client, 'sum by (worker) (disagg_blocks{job="disagg"})')

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.e2e.cluster import FAST_BEATS, START_TIMEOUT_S, Front, completion, free_ports, router, worker
+from tests.e2e.cluster import FAST_BEATS, START_TIMEOUT_S, Front, completion, reserved_ports, router, worker
 
 from disagg.core.errors import InternalFault
 from disagg.telemetry import metrics as table
@@ -88,10 +88,11 @@ class Watch:
 def start_in_order(order: tuple[str, ...], model: Path) -> list[str]:
     """One whole life of one cluster; what /ready said."""
     chance = random.Random("-".join(order))
-    port, control_port = free_ports(2)
-    control = f"127.0.0.1:{control_port}"
     make: dict[str, Callable[[], object]] = {}
-    with Front(f"http://127.0.0.1:{port}") as front, ExitStack() as stack:
+    with ExitStack() as stack:
+        port, control_port = stack.enter_context(reserved_ports(2))
+        control = f"127.0.0.1:{control_port}"
+        front = stack.enter_context(Front(f"http://127.0.0.1:{port}"))
         watch = Watch(front)
 
         def start_router() -> None:

@@ -1,6 +1,7 @@
 """Timelines on real time: a router's whole front over real connections, beside a probe that stands outside of it."""
 
 import asyncio
+import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -105,7 +106,7 @@ async def test_stages_add_up_to_what_a_probe_at_the_front_sees(tmp_path: Path) -
     within = sum(share <= LIMIT for share in shares)
     # A machine that others use too may stop this process between two readings of the clock.
     assert within >= 0.9 * len(shares), sorted(shares)
-    assert max(shares) < 5 * LIMIT, sorted(shares)
+    assert statistics.median(shares) <= LIMIT / 2, sorted(shares)
     for choice, _ in choices:
         check(choice)
 

@@ -4,15 +4,18 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+from tests.e2e.api_paths import MODEL, PATHS, Paths
 from tests.e2e.cluster import Answer, Front
 
+from disagg.cli.worker_flags import DEFAULTS
 from disagg.cluster.plan import PREFILL_NICENESS
 from disagg.core.roles import FirstToken
 from disagg.testing.processes import Serve
 
-PAIR = ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0", "--served-name", "m")
-PROMPTS = [[3 + (7 * number + index * index) % 300 for index in range(5 + 23 * number)] for number in range(6)]
-CHOICES = {FirstToken.AT_ONCE: (PREFILL_NICENESS, ()), FirstToken.STEADY: (0, ("--prefill-niceness", "0"))}
+PROMPTS = [[4 + (7 * number + index * index) % 300 for index in range(5 + 23 * number)] for number in range(6)]
+STEADY = ("--first-token", FirstToken.STEADY.value)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("plain paths")]
 
 
 def priorities(server: Serve) -> list[int]:
@@ -20,17 +23,21 @@ def priorities(server: Serve) -> list[int]:
     return [os.getpriority(os.PRIO_PROCESS, server.pid_of(name)) for name in ("prefill-0", "decode-0", "router")]
 
 
-def test_first_tokens_and_priorities(tiny_llama: Path) -> None:
-    own, answers = os.getpriority(os.PRIO_PROCESS, 0), list[list[Answer]]()
-    for choice, (niceness, flags) in CHOICES.items():
-        with (
-            Serve((str(tiny_llama), *PAIR, "--first-token", choice.value, *flags)) as server,
-            Front(server.url) as front,
-            ThreadPoolExecutor(len(PROMPTS)) as threads,
-        ):
-            assert priorities(server) == [min(own + niceness, 19), own, own]
-            asked = [threads.submit(front.complete, "m", prompt, 12) for prompt in PROMPTS]
-            answers.append([answer for each in asked for answer in each.result(60.0)])
-            front.wait_idle(2)
-    assert answers[0] == answers[1]
-    assert all(len(answer.tokens) == 12 for answer in answers[0])
+def ask(server: Serve) -> list[Answer]:
+    with Front(server.url) as front, ThreadPoolExecutor(len(PROMPTS)) as threads:
+        asked = [threads.submit(front.complete, MODEL, prompt, 12) for prompt in PROMPTS]
+        answers = [answer for each in asked for answer in each.result(60.0)]
+        front.wait_idle(2)
+    assert all(len(answer.tokens) == 12 for answer in answers)
+    return answers
+
+
+def test_first_tokens_and_priorities(plain_paths: Paths, tiny_llama: Path) -> None:
+    own, at_once = os.getpriority(os.PRIO_PROCESS, 0), plain_paths.serves["disaggregated"]
+    assert DEFAULTS.first_token is FirstToken.AT_ONCE  # where nothing is said
+    assert priorities(at_once) == [min(own + PREFILL_NICENESS, 19), own, own]
+    with Serve((str(tiny_llama), *PATHS["disaggregated"], *STEADY, "--prefill-niceness", "0")) as steady:
+        assert priorities(steady) == [own, own, own]
+        commands = [line for line in steady.family().values() if " --worker-id " in line]
+        assert [" ".join(STEADY) in line for line in commands] == [True, True]
+        assert ask(steady) == ask(at_once)

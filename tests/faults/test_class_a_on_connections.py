@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import statistics
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -117,11 +118,13 @@ async def test_a13_health_is_quick_and_truthful_while_all_work_is_parked_in_tran
                 # Every prompt is computed; no byte has landed.
                 await until(lambda: states()[0].num_waiting_tokens == 0 and states()[0].num_handoffs == 6)
                 before = states()
+                took_s = []
                 for _ in range(30):
                     began_s = time.monotonic()
                     response = await client.get("/ready")
                     assert response.status_code == httpx.codes.OK
-                    assert time.monotonic() - began_s < 1.0
+                    took_s.append(time.monotonic() - began_s)
+                assert statistics.median(took_s) < 0.5  # a busy machine may hold up one of them
                 assert states() == before
             finally:
                 engine.gate.set()

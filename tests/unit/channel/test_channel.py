@@ -211,7 +211,7 @@ async def test_an_error_while_a_message_is_handled_is_a_loss() -> None:
         one.start(beat_interval_s=60, on_message=fail, on_lost=losses.append)
         other.send(renewal(1))
         try:
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(DEADLINE_S):
                 await heard.wait(num_losses=1)
             assert losses
         finally:

@@ -58,7 +58,7 @@ def test_a_family_is_found_with_its_ports_and_a_clean_end_passes() -> None:
         process.wait_line("up", TIMEOUT_S)
         wait_until(lambda: len(process.family()) == 2, TIMEOUT_S, "the fork")
         process.note_family()
-        assert len(process._ports) == 1
+        assert len(process._listeners) == 1
         process.send_signal(signal.SIGKILL)
         process.wait(TIMEOUT_S)
         with pytest.raises(InternalFault, match="the end of every process"):

@@ -117,9 +117,9 @@ def test_a_budget_becomes_blocks() -> None:
 def test_a_big_arena_costs_nothing_before_it_is_used() -> None:
     layout = KvLayout(30, 3, 64, "float32", 16)
     before = resident_bytes()
-    started_s = time.monotonic()
+    started_s = time.thread_time()
     arena = KvArena(layout, max_blocks_for(layout, 4 << 30))
-    assert time.monotonic() - started_s < 1.0
+    assert time.thread_time() - started_s < 1.0
     assert resident_bytes() - before < 64 << 20
     assert arena.num_bytes > 3 << 30
 

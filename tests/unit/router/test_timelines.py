@@ -171,6 +171,7 @@ async def test_a_request_begins_with_its_first_byte(make_site: MakeSite, is_want
         start_s = time.monotonic()
         writer.write(b"%bContent-Length: %d\r\n\r\n" % (head, len(body)))
         await asyncio.sleep(wait_s)
+        body_s = time.monotonic()
         writer.write(body)
         answer = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])
         took_s = time.monotonic() - start_s
@@ -178,9 +179,9 @@ async def test_a_request_begins_with_its_first_byte(make_site: MakeSite, is_want
         await writer.wait_closed()
     (received_s,) = site.service.received_s
     assert received_s is not None
-    assert 0 <= received_s - start_s < wait_s
+    assert start_s <= received_s < body_s
     assert ("disagg" in answer) == bool(is_wanted)
     for timeline in answer.get("disagg", {"timelines": ()})["timelines"]:
         (choice,) = timeline["choices"]
         receive_s = sum(stage["seconds"] for stage in choice["stages"] if stage["stage"] == "receive")
-        assert wait_s * 0.9 < receive_s < choice["ttft_s"] < took_s
+        assert body_s - received_s < receive_s < choice["ttft_s"] < took_s

@@ -1,71 +1,24 @@
-"""A first step that begins before all KV is here: its parts, its turns, and every way in which it is given up."""
+"""A first step that begins before all KV is here: its parts, its turns, and why it does not begin.
+
+How it is given up is in test_partial_starts_given_up.py.
+"""
 
 import math
 
 import pytest
-from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, handoff, of, sequence_id, to_peer
+from tests.unit.scheduler.early_rigs import ALIGNED, PROMPT, begun, count, fence, know_token, land, running, waiting
+from tests.unit.scheduler.rigs import Solo, handoff, of, sequence_id, to_peer
 
-from disagg.core.errors import Failure, FailureKind
-from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
-from disagg.core.roles import PartialStart, Role, Task
+from disagg.core.roles import PartialStart, Task
 from disagg.core.spans import Span
 from disagg.policy.partial_start import PartialOutcome
-from disagg.protocol.messages import CancelHandoff, FinishPrefill, RequestReservation, TakeHandoff
+from disagg.protocol.messages import TakeHandoff
 from disagg.scheduler import events
-from disagg.scheduler.actions import Action, RevokeGrant, RunStep
-from disagg.scheduler.engine import LayerRange, StepPlan, StepResult
-from disagg.telemetry.metrics import LANDINGS_REJECTED, PARTIAL_STARTS, STEPS
+from disagg.scheduler.actions import RevokeGrant, RunStep
+from disagg.scheduler.engine import LayerRange
+from disagg.telemetry.metrics import LANDINGS_REJECTED, STEPS
 
-PROMPT = tuple(range(10))  # its next token goes into the last block that the peer may write
-ALIGNED = tuple(range(12))  # its next token goes into a block of its own
 NUM_LAYERS = 3
-LEASE_S = 9.0
-SLOW = 100.0  # bytes per second: a layer takes more than a second
-TOKEN = EmittedToken(sequence_id(0), 0, 42)
-BROKEN = Failure(FailureKind.INTERNAL, "the engine is broken")
-
-
-def waiting(prompt: tuple[int, ...] = PROMPT, max_tokens: int = 3, **more: object) -> Solo:
-    """Blocks are reserved; no byte has landed."""
-    solo = Solo(Role.DECODE, **more)  # type: ignore[arg-type]
-    solo.meet(Role.PREFILL)
-    solo.start(0, Task.DECODE, prompt, max_tokens)
-    solo.hear(RequestReservation(handoff(0), solo.fence(), len(prompt)))
-    return solo
-
-
-def know_token(solo: Solo, bytes_per_s: float = SLOW) -> list[Action]:
-    return solo.hear(FinishPrefill(handoff(0), solo.fence(), TOKEN, bytes_per_s))
-
-
-def land(solo: Solo, layer: int, num_layers: int = 1, failure: str | None = None) -> list[Action]:
-    span = Span(0, 12, layer, layer + num_layers)
-    return solo.handle(events.WriteLanded(handoff(0), span, failure))
-
-
-def fence(solo: Solo) -> list[Action]:
-    return solo.handle(events.GrantFenced(handoff(0)))
-
-
-def count(solo: Solo, outcome: PartialOutcome) -> float:
-    return solo.scheduler.counters.get(PARTIAL_STARTS, outcome.value)
-
-
-def running(solo: Solo) -> StepPlan:
-    assert solo.plan is not None
-    return solo.plan
-
-
-def begun(num_layers: int, prompt: tuple[int, ...] = PROMPT, *, in_engine: bool) -> Solo:
-    """So many layers have landed and run, the last of them perhaps not yet."""
-    solo = waiting(prompt)
-    know_token(solo)
-    for layer in range(num_layers):
-        land(solo, layer)
-        if layer < num_layers - 1 or not in_engine:
-            solo.finish_step()
-    assert (solo.plan is not None) is in_engine
-    return solo
 
 
 # --- how it goes -------------------------------------------------------------------------------------------------
@@ -290,130 +243,3 @@ def test_steps_do_not_end_together_while_a_part_is_due() -> None:
         solo.finish_step()
     land(solo, 0)
     assert solo.scheduler.num_alike(9) == 1
-
-
-# --- given up ----------------------------------------------------------------------------------------------------
-
-
-def give_up(solo: Solo, how: str) -> None:
-    match how:
-        case "aborted":
-            solo.abort(0)
-        case "cancelled":
-            solo.hear(CancelHandoff(handoff(0), solo.fence(), Failure(FailureKind.TRANSFER_FAILED, "checksum, twice")))
-        case "source dead":
-            solo.handle(events.PeerLost(PEER, PEER_INCARNATION, "its connection ended"))
-        case "router gone":
-            solo.handle(events.RouterLost())
-        case "lease over":
-            solo.wait(LEASE_S)
-
-
-WAYS = ("aborted", "cancelled", "source dead", "router gone", "lease over")
-
-
-@pytest.mark.parametrize("prompt", [PROMPT, ALIGNED], ids=["inside a block", "in a new block"])
-@pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize("how", WAYS)
-def test_given_up_between_its_parts_it_leaves_nothing(how: str, num_layers: int, prompt: tuple[int, ...]) -> None:
-    solo = begun(num_layers, prompt, in_engine=False)
-    give_up(solo, how)
-    assert count(solo, PartialOutcome.DROPPED) == 1
-    assert solo.state.num_quarantined_blocks == 3
-    fence(solo)
-    assert (solo.scheduler.is_idle, solo.num_used, solo.tokens(0)) == (True, 0, [])
-
-
-@pytest.mark.parametrize("prompt", [PROMPT, ALIGNED], ids=["inside a block", "in a new block"])
-@pytest.mark.parametrize("fence_first", [True, False])
-@pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize("how", WAYS)
-def test_given_up_with_a_part_in_the_engine_its_blocks_wait_for_it_and_for_the_fence(
-    how: str, num_layers: int, fence_first: bool, prompt: tuple[int, ...]
-) -> None:
-    solo = begun(num_layers, prompt, in_engine=True)
-    plan = running(solo)
-    give_up(solo, how)
-    assert count(solo, PartialOutcome.DROPPED) == 1
-    for is_fence in (fence_first, not fence_first):
-        assert solo.state.num_quarantined_blocks == 3
-        assert not solo.scheduler.is_idle
-        if is_fence:
-            assert of(RunStep, fence(solo)) == []
-        else:
-            assert solo.num_used == len(prompt) // 4 + 1  # also the block that its token goes into
-            assert of(RunStep, solo.finish_step()) == []
-    assert (solo.scheduler.is_idle, solo.num_used, solo.tokens(0)) == (True, 0, [])
-    assert solo.handle(events.StepFinished(StepResult(plan.step_id, (), carried=b"late"), 0.01)) == []
-    assert solo.ignored("StepFinished") == 1
-
-
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_an_engine_that_fails_at_a_part_fails_the_sequence(num_layers: int) -> None:
-    solo = begun(num_layers, in_engine=True)
-    plan, solo.plan = running(solo), None
-    actions = solo.handle(events.StepFailed(plan.step_id, BROKEN))
-    assert (len(of(RevokeGrant, actions)), len(to_peer(CancelHandoff, actions))) == (1, 1)
-    assert [report.failure for report in solo.failures] == [BROKEN]
-    fence(solo)
-    assert (solo.scheduler.is_idle, solo.num_used, count(solo, PartialOutcome.DROPPED)) == (True, 0, 1)
-
-
-def test_an_engine_that_fails_at_a_part_that_was_given_up_ends_it() -> None:
-    solo = begun(1, in_engine=True)
-    solo.abort(0)
-    fence(solo)
-    plan, solo.plan = running(solo), None
-    solo.handle(events.StepFailed(plan.step_id, BROKEN))
-    assert (solo.scheduler.is_idle, solo.num_used, solo.failures) == (True, 0, [])
-    assert count(solo, PartialOutcome.DROPPED) == 1
-
-
-@pytest.mark.parametrize("in_engine", [True, False])
-def test_aborted_after_the_hand_over_it_is_a_stream_like_others(in_engine: bool) -> None:
-    """Its blocks are its own: nothing but the engine is waited for."""
-    solo = begun(2, in_engine=True)
-    if not in_engine:
-        solo.finish_step()
-    land(solo, 2)
-    if in_engine:
-        fence(solo)
-        solo.abort(0)
-        assert not solo.scheduler.is_idle
-        solo.finish_step()
-    else:
-        solo.abort(0)  # all is here, the fence is not
-        fence(solo)
-    assert (solo.scheduler.is_idle, solo.num_used, count(solo, PartialOutcome.DROPPED)) == (True, 0, 1)
-
-
-def test_a_source_that_dies_when_all_is_here_is_not_missed() -> None:
-    solo = begun(2, in_engine=True)
-    land(solo, 2)
-    give_up(solo, "source dead")
-    fence(solo)
-    solo.finish_steps()
-    assert [token.position for token in solo.tokens(0)] == [0, 1, 2]
-    assert not solo.failures
-
-
-def test_what_was_verified_is_kept_when_it_is_given_up() -> None:
-    solo = begun(1, in_engine=True)
-    solo.handle(events.WriteLanded(handoff(0), Span(0, 8, 1, 3), None))
-    give_up(solo, "source dead")
-    assert [report.num_kept_tokens for report in solo.failures] == [8]
-    fence(solo)
-    solo.finish_step()
-    assert (solo.scheduler.is_idle, solo.num_used, solo.state.num_cached_blocks) == (True, 0, 2)
-
-
-def test_the_next_attempt_begins_anew() -> None:
-    solo = begun(2, in_engine=False)
-    solo.abort(0)
-    fence(solo)
-    spec = SequenceSpec(sequence_id(0), PROMPT, SamplingParams(3))
-    (step,) = of(RunStep, solo.start_spec(spec, Task.WHOLE, attempt=2))
-    assert (step.plan.layers, step.plan.carried) == (None, b"")
-    solo.finish_steps()
-    assert [token.position for token in solo.tokens(0)] == [0, 1, 2]
-    assert (solo.scheduler.is_idle, solo.num_used) == (True, 0)

@@ -74,6 +74,9 @@ class PairRelay:
             except OSError:
                 near.close()
                 continue
+            for sock in (near, far):
+                if sock.family == socket.AF_INET:  # or small pieces wait for acknowledgements, which wait too
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._changed:
                 self._pairs.append((near, far))
                 self._start(self._pass, self._upstream, near, far)

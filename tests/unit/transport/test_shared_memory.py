@@ -283,7 +283,7 @@ def test_closing_is_bounded_whatever_the_other_end_does(shared: SharedMemoryRig)
     started_s = time.monotonic()
     shared.sender.close()
     shared.receiver.close()
-    assert time.monotonic() - started_s < 2.0
+    assert time.monotonic() - started_s < 4.0  # within the time that threads have to end
     assert [event.failure for event in shared.sent.of(WriteFinished)] == ["the sender was closed"]
 
 
@@ -291,7 +291,10 @@ def test_nobody_else_finds_a_name_and_nothing_is_left_of_an_arena() -> None:
     domain = draw_domain()
     memory = SealedBytesMemory(mmap.PAGESIZE)
     receiver = SharedMemoryReceiver(memory, RECEIVER_INCARNATION, EventLog().post, domain)
-    assert not any("disagg" in name for name in os.listdir("/dev/shm"))
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        shared = [line for line in maps if line.split()[1].endswith("s") and "disagg" in line]
+    assert shared
+    assert all("/memfd:disagg" in line for line in shared)  # no name in any folder
     address = receiver.endpoint.address
     receiver.close()
     with socket.socket(socket.AF_UNIX) as sock, pytest.raises(ConnectionRefusedError):

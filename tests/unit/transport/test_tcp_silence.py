@@ -64,7 +64,7 @@ def test_revoke_shuts_the_connection_of_a_frame_that_never_ends(tcp: TcpRig) -> 
     tcp.receiver.revoke(KEY)
     assert tcp.landed.of(GrantFenced) == []
     assert tcp.landed.wait(GrantFenced) == [GrantFenced(KEY)]
-    assert FENCE_S <= time.monotonic() - started_s < FENCE_S + 2.0
+    assert FENCE_S <= time.monotonic() - started_s < FENCE_S + 5.0
     before = tcp.target.read(BIG)
     tcp.release()
     assert tcp.sent.wait(WriteFinished)[0].failure is not None
@@ -105,7 +105,7 @@ def test_close_does_not_wait_for_a_peer_that_has_stopped() -> None:
         assert peer.saw_frame.wait(DEADLINE_S)
         started_s = time.monotonic()
         sender.close()
-        assert time.monotonic() - started_s < 1.0
+        assert time.monotonic() - started_s < 4.0  # within the time that threads have to end
         assert log.of(WriteFinished) == [WriteFinished(DECODE, KEY, 0, "the sender was closed")]
 
 
@@ -154,8 +154,8 @@ def test_an_answer_that_is_not_due_ends_the_connection(answers: tuple[Ack, ...],
 
 def test_an_idle_connection_outlives_the_stall_timeout() -> None:
     landed, sent = EventLog(), EventLog()
-    receiver = TcpReceiver(BytesMemory(100), RECEIVER_INCARNATION, landed.post, stall_timeout_s=0.05)
-    sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(100), sent.post, TcpSenderConfig(stall_timeout_s=0.05))
+    receiver = TcpReceiver(BytesMemory(100), RECEIVER_INCARNATION, landed.post, stall_timeout_s=0.25)
+    sender = TcpSender(PREFILL, SENDER_INCARNATION, BytesMemory(100), sent.post, TcpSenderConfig(stall_timeout_s=0.25))
     sender.connect(DECODE, receiver.endpoint_for(PREFILL, SENDER_INCARNATION), RECEIVER_INCARNATION)
     receiver.grant(PREFILL, KEY, (Segment(0, 100),))
     run = (Segment(0, 100),)
@@ -163,7 +163,7 @@ def test_an_idle_connection_outlives_the_stall_timeout() -> None:
     sent.wait(WriteFinished)
     lost = threading.Event()
     sent.on_event = lambda event: lost.set() if isinstance(event, ConnectionLost) else None
-    assert not lost.wait(0.3)  # several timeouts long
+    assert not lost.wait(0.8)  # several timeouts long
     sender.write(write_of(KEY, 1, run, run))
     assert sent.wait(WriteFinished, 2)[1].failure is None
     sender.close()

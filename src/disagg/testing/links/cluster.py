@@ -83,7 +83,9 @@ class SpreadCluster:
 
     def _is_ready(self) -> bool:
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/ready", timeout=2.0, trust_env=False).status_code == httpx.codes.OK
+            return (
+                httpx.get(f"{self.url}/ready", timeout=2.0, trust_env=False, verify=False).status_code == httpx.codes.OK
+            )
         return False
 
 
