@@ -9,8 +9,9 @@ from zlib import crc32
 from disagg.core.endpoints import Endpoint
 from disagg.core.errors import InternalFault, PeerLost
 from disagg.core.ids import Incarnation, WorkerId
-from disagg.kvcache.memory import Memory
+from disagg.kvcache.memory import MappableMemory, Memory
 from disagg.transport.api import Post, Write, WriteFinished, WritesStopped
+from disagg.transport.arenas import host_arena
 from disagg.transport.deadlines import DeadlineWatch, join_all
 from disagg.transport.link import Link, Target
 from disagg.transport.outbox import Outbox
@@ -55,9 +56,22 @@ class StopCount:
 class LinkSender(ABC):
     """Writes out of `memory` into peers' grants. Threads start with the first write to a peer."""
 
-    def __init__(self, memory: Memory, post: Post, *, num_lanes: int, close_timeout_s: float, name: str) -> None:
-        """`name` is of the thread that watches deadlines."""
+    def __init__(
+        self,
+        memory: Memory,
+        post: Post,
+        arena: MappableMemory | None,
+        *,
+        num_lanes: int,
+        close_timeout_s: float,
+        name: str,
+    ) -> None:
+        """`arena`: what the first bytes of `memory` are, where it is host memory; found out where it is not given.
+
+        `name` is of the thread that watches deadlines.
+        """
         self._memory = memory
+        self._source = host_arena(memory if arena is None else arena)
         self._num_lanes = num_lanes
         self._close_timeout_s = close_timeout_s
         self._outbox = Outbox(post)

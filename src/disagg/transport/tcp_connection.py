@@ -8,12 +8,14 @@ from itertools import chain
 import msgspec
 
 from disagg.core.errors import InternalFault, PeerLost, ProtocolViolation
-from disagg.kvcache.memory import Memory
+from disagg.kvcache.memory import Memory, Segment
 from disagg.transport.api import Write
+from disagg.transport.arenas import Bytes
 from disagg.transport.capability import frame_proof, grant_name
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.link import Answered, Connection, Target
-from disagg.transport.segments import grouped, viewed_bytes
+from disagg.transport.row_windows import RowWindows
+from disagg.transport.segments import MANY_SEGMENTS, SegmentArray, grouped, viewed_bytes
 from disagg.transport.stream import BATCH_BYTES, MAX_VIEWS, Stream
 from disagg.transport.tcp_dial import Introduction, introduce, open_stream
 from disagg.transport.wire import Ack, FrameHeader, Item, checksum_of, decode_body, encode, encode_trailer
@@ -36,10 +38,12 @@ class TcpSenderConfig(msgspec.Struct, frozen=True):
 class TcpConnection(Connection):
     """One lane's connection."""
 
-    def __init__(self, stream: Stream, memory: Memory, *, checksums: bool) -> None:
+    def __init__(self, stream: Stream, memory: Memory, source: Bytes | None, *, checksums: bool) -> None:
+        """`source` is the own arena where it is host memory; `memory` gathers what lies elsewhere."""
         super().__init__()
         self._stream = stream
         self._memory = memory
+        self._source = source
         self._checksums = checksums
         self._nonce = b""  # once welcomed
         self._is_late = False
@@ -75,6 +79,10 @@ class TcpConnection(Connection):
 
     def _gathered(self, ticket: Ticket) -> Iterator[Sequence[memoryview]]:
         """The payload, some segments at a time: the receiver is at work while the others are gathered."""
+        if (windows := self._windows(ticket.write.source)) is not None:
+            for rows in windows:
+                yield (windows.gather(rows),)
+            return
         num_bytes = 0
         for segments in grouped(ticket.write.source, max_bytes=BATCH_BYTES, max_segments=MAX_VIEWS):
             views = self._memory.gather(segments)
@@ -85,12 +93,18 @@ class TcpConnection(Connection):
         if num_bytes != ticket.num_bytes:
             raise InternalFault(f"memory gathered other than the {ticket.num_bytes} bytes that were asked for")
 
+    def _windows(self, segments: Sequence[Segment]) -> RowWindows | None:
+        if self._source is None or len(segments) < MANY_SEGMENTS:
+            return None
+        return RowWindows.try_make(self._source, SegmentArray.of(segments))
+
     def _head(self, write: Write, num_bytes: int) -> bytes:
         proof = frame_proof(write.key, self._nonce, write.number)
-        header = FrameHeader(grant_name(write.key), write.number, write.tag, write.destination, num_bytes, proof)
         try:
+            destination = SegmentArray.of(write.destination).pack()
+            header = FrameHeader(grant_name(write.key), write.number, write.tag, destination, num_bytes, proof)
             return encode(Item.FRAME, header)
-        except ProtocolViolation as error:  # ours, and of this write alone
+        except (ProtocolViolation, OverflowError) as error:  # ours, and of this write alone
             raise InternalFault(f"it cannot be framed: {error}") from error
 
     def hear(self, is_due: Callable[[], bool]) -> Answered:
@@ -122,6 +136,7 @@ def open_tcp(
     who: Introduction,
     lane: int,
     memory: Memory,
+    source: Bytes | None,
     config: TcpSenderConfig,
     watch: DeadlineWatch,
     tls: ssl.SSLContext | None,
@@ -133,7 +148,7 @@ def open_tcp(
         stall_timeout_s=config.stall_timeout_s,
         tls=tls,
     )
-    connection = TcpConnection(stream, memory, checksums=config.checksums)
+    connection = TcpConnection(stream, memory, source, checksums=config.checksums)
     register(connection)
     watch.after(config.connect_timeout_s, connection.give_up)
     connection.introduce(who, target.endpoint.token, lane)

@@ -31,7 +31,7 @@ class Frames:
         stream, number = self._stream, self._number
         self._number += 1
         whole, rest = divmod(num_bytes, SOURCE_BYTES)
-        head = encode(Item.FRAME, FrameHeader(PROBE, number, b"", (), num_bytes, NO_PROOF))
+        head = encode(Item.FRAME, FrameHeader(PROBE, number, b"", b"", num_bytes, NO_PROOF))
         payload = [*[self._source] * whole, self._source[:rest]]
         checksum = stream.send_frame(head, (payload,), checksum_of(head) if self._checksums else None)
         stream.send_trailer(encode_trailer(checksum))

@@ -19,6 +19,7 @@ from disagg.testing.memory import BytesLanding, BytesMemory, StagedLanding
 from disagg.transport.api import Receiver, Sender, TransportEvent, Write
 from disagg.transport.capability import frame_proof, grant_name, hello_proof
 from disagg.transport.link_sender import LinkSender
+from disagg.transport.segments import SegmentArray
 from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
 from disagg.transport.tcp_connection import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
@@ -182,7 +183,7 @@ def greet(sock: socket.socket, receiver: TcpReceiver, *, sender: WorkerId = RAW,
 
 def raw_header(key: bytes, nonce: bytes, number: int, destination: tuple[Segment, ...], num_bytes: int) -> FrameHeader:
     proof = frame_proof(key, nonce, number)
-    return FrameHeader(grant_name(key), number, b"", destination, num_bytes, proof)
+    return FrameHeader(grant_name(key), number, b"", SegmentArray.of(destination).pack(), num_bytes, proof)
 
 
 @contextmanager

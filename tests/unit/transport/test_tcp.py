@@ -39,6 +39,7 @@ from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory
 from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded
 from disagg.transport.capability import grant_name
+from disagg.transport.segments import SegmentArray
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.transport.wire import (
@@ -58,6 +59,10 @@ KEY = b"key-0"
 BIG = (Segment(0, 256 << 10),)
 WHOLE = (Segment(0, ARENA_BYTES),)
 STRANGER = Hello(RAW, Incarnation(1), Incarnation(404), True, 0, NO_PROOF)
+
+
+def packed(length: int) -> bytes:
+    return SegmentArray.of([Segment(0, length)]).pack()
 
 
 def assert_still_serves(rig: TcpRig, number: int) -> None:
@@ -106,11 +111,12 @@ def test_checksums_at_one_end_only_are_refused(tcp: TcpRig) -> None:
         struct.pack("!4sHHII", MAGIC, VERSION, 3, 2**32 - 1, 0),
         struct.pack("!4sHHII", MAGIC, VERSION, 3, MAX_HEADER_BYTES + 1, 0),
         b"\x93noise" * 12,
-        encode(Item.FRAME, FrameHeader(b"k" * 300, 0, b"", (), 0, NO_PROOF)),
-        encode(Item.FRAME, FrameHeader(grant_name(KEY), 0, b"", (Segment(0, 2**60),), 2**60, NO_PROOF)),
-        encode(Item.FRAME, FrameHeader(grant_name(KEY), 0, b"", (Segment(0, 5),), 2**60, NO_PROOF)),
+        encode(Item.FRAME, FrameHeader(b"k" * 300, 0, b"", b"", 0, NO_PROOF)),
+        encode(Item.FRAME, FrameHeader(grant_name(KEY), 0, b"", packed(2**60), 2**60, NO_PROOF)),
+        encode(Item.FRAME, FrameHeader(grant_name(KEY), 0, b"", packed(5), 2**60, NO_PROOF)),
+        encode(Item.FRAME, FrameHeader(grant_name(KEY), 0, b"", bytes(17), 0, NO_PROOF)),
     ],
-    ids=["4 GiB header", "long header", "noise", "long key", "absurd payload", "absurd unequal payload"],
+    ids=["4 GiB header", "long header", "noise", "long key", "absurd payload", "absurd unequal payload", "cut segments"],
 )
 def test_a_bad_frame_closes_its_connection_only(tcp: TcpRig, sent: bytes) -> None:
     tcp.receiver.grant(PREFILL, KEY, BIG)
