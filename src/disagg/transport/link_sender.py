@@ -6,6 +6,8 @@ from itertools import chain
 from typing import Protocol
 from zlib import crc32
 
+import msgspec
+
 from disagg.core.endpoints import Endpoint
 from disagg.core.errors import InternalFault, PeerLost
 from disagg.core.ids import Incarnation, WorkerId
@@ -15,7 +17,7 @@ from disagg.transport.arenas import host_arena
 from disagg.transport.deadlines import DeadlineWatch, join_all
 from disagg.transport.link import Link, Target
 from disagg.transport.outbox import Outbox
-from disagg.transport.segments import write_flaw
+from disagg.transport.segments import MANY_SEGMENTS, SegmentArray, write_flaw
 from disagg.transport.wire import MAX_KEY_BYTES, MAX_TAG_BYTES
 
 
@@ -114,6 +116,7 @@ class LinkSender(ABC):
         """Queue one write; exactly one WriteFinished follows, also for a write that can never be sent."""
         with self._lock:
             links = self._links.get(write.peer, ())
+        write = _with_arrays(write)
         failure = self._flaw(write)
         if failure is None and not links:
             failure = f"{write.peer} is not connected; call connect() first"
@@ -199,3 +202,14 @@ class LinkSender(ABC):
         if len(write.tag) > MAX_TAG_BYTES:
             return f"tag of {len(write.tag)} bytes is over the limit of {MAX_TAG_BYTES}; send less beside the KV"
         return write_flaw(write.source, write.destination, self._memory.num_bytes)
+
+
+def _with_arrays(write: Write) -> Write:
+    """Many segments cost least as arrays, here and further on: they are made once."""
+    if max(len(write.source), len(write.destination)) < MANY_SEGMENTS:
+        return write
+    try:
+        source, destination = SegmentArray.of(write.source), SegmentArray.of(write.destination)
+    except OverflowError:  # no such arena: it is named as a flaw
+        return write
+    return msgspec.structs.replace(write, source=source, destination=destination)
