@@ -5,9 +5,9 @@
 64 writes of 1 MiB between two processes over loopback, timed from the first write() to the last WriteFinished
 (connected before). The sides are interleaved in one run; medians are shown, each against one plain connection.
 
-The ceiling of TLS: OpenSSL sealing (and opening) the same bytes in memory, with nothing sent. One thread at each end has
-to do that and what a plain connection does, so the ceiling of a connection is the slower of the two, one after the other
-with the plain connection's time.
+The ceiling of TLS: OpenSSL sealing and opening the same bytes in memory, with nothing sent. At each end one thread has to
+do one of them besides what a plain connection does, so a connection under TLS takes no less than the time of a plain one
+and that of the slower of the two.
 """
 
 import argparse
@@ -148,7 +148,10 @@ def measure(repeats: int) -> tuple[dict[str, float], str]:
         keys = load_keys(directory)
         assert keys is not None
         child = subprocess.Popen(
-            [sys.executable, __file__, "--serve", directory], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ
+            [sys.executable, __file__, "--serve", directory],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ,
         )
         assert child.stdin is not None
         assert child.stdout is not None

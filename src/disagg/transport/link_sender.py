@@ -13,10 +13,10 @@ from disagg.core.errors import InternalFault, PeerLost
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import MappableMemory, Memory
 from disagg.transport.api import Post, Write, WriteFinished, WritesStopped
-from disagg.transport.arenas import host_arena
 from disagg.transport.deadlines import DeadlineWatch, join_all
 from disagg.transport.link import Link, Target
 from disagg.transport.outbox import Outbox
+from disagg.transport.runs import host_arena
 from disagg.transport.segments import MANY_SEGMENTS, SegmentArray, write_flaw
 from disagg.transport.wire import MAX_KEY_BYTES, MAX_TAG_BYTES
 

@@ -3,10 +3,17 @@
 copying   Each run is summed right after it was copied, in windows that stay in cache. Between runs shorter than
           LONG_RUN_BYTES no other thread gets the interpreter; but PROGRESS_BYTES take well under a millisecond, and to
           report them is to let others run.
-summing   Long runs are summed one by one, short ones in windows of many rows: a call that lets other threads run may
-          have to wait long to get the interpreter back.
+summing   Runs of at least LONG_RUN_BYTES are summed one by one. Shorter ones are taken together as rows of one table,
+          so many bytes per call, however they are scattered: a call that lets other threads run may have to wait long
+          to get the interpreter back.
+
+    rows      the arena as a table whose row is the greatest size that all offsets and lengths are multiples of
+    scratch   WINDOW_BYTES, in cache: rows are gathered into it and summed there
 """
 
+import contextlib
+import mmap
+import os
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -15,14 +22,51 @@ import numpy.typing as npt
 import xxhash
 
 from disagg.core.errors import InternalFault
-from disagg.kvcache.memory import Segment
-from disagg.transport.arenas import Bytes
-from disagg.transport.row_windows import LONG_RUN_BYTES, WINDOW_BYTES, RowWindows
+from disagg.kvcache.memory import MappableMemory, Memory, Segment
 from disagg.transport.segments import SegmentArray, copy_views
 
+WINDOW_BYTES = 256 << 10
 PROGRESS_BYTES = 2 << 20
+LONG_RUN_BYTES = 128 << 10  # above this xxhash and numpy let other threads run, and one call costs little
+MIN_ROW_BYTES = 1024  # smaller rows cost more per byte than runs taken one by one
 
+Bytes = npt.NDArray[np.uint8]
 _Ints = npt.NDArray[np.int64]
+
+
+def whole_arena(memory: MappableMemory) -> Bytes:
+    """All bytes of an own arena, without mapping it once more."""
+    (view,) = memory.gather((Segment(0, memory.num_bytes),))
+    return np.frombuffer(view, np.uint8)
+
+
+def host_arena(memory: Memory) -> Bytes | None:
+    """The same where it is host memory, byte for byte; None elsewhere."""
+    if not isinstance(memory, MappableMemory) or memory.descriptor is None:
+        return None
+    return whole_arena(memory)
+
+
+class MappedArena:
+    """An arena of another process, mapped from its descriptor (which the caller may close)."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        """Raises InternalFault when the file is not as long as told, OSError when it cannot be mapped."""
+        size = os.fstat(descriptor).st_size
+        if size != num_bytes:
+            raise InternalFault(f"the arena's file has {size} bytes, not the {num_bytes} that were told")
+        self.num_bytes = num_bytes
+        self._map = mmap.mmap(descriptor, num_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # no huge pages here: slower, not wrong
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.bytes: Bytes = np.frombuffer(self._map, np.uint8)
+
+    def close(self) -> None:
+        """Unmap; nothing may use `bytes` any more."""
+        self.bytes = np.empty(0, np.uint8)
+        with contextlib.suppress(BufferError):  # a failed copy's traceback still refers to it: unmapped with that
+            self._map.close()
 
 
 class _Pieces(msgspec.Struct, frozen=True):
@@ -98,7 +142,7 @@ class RunSum:
 
     def __init__(self, arena: Bytes, runs: Sequence[Segment]) -> None:
         self._digest = xxhash.xxh3_64()
-        self._windows = self._sum_windows(arena, SegmentArray.of(runs))
+        self._windows = self._sum_windows(arena, runs)
         self._next_bytes: int | None = None  # of the window to be summed next; 0 at the end
         self._num_bytes = 0
 
@@ -121,14 +165,19 @@ class RunSum:
             self.advance(self._num_bytes + self._next_bytes)
         return self._digest.intdigest()
 
-    def _sum_windows(self, arena: Bytes, runs: SegmentArray) -> Iterator[int]:
+    def _sum_windows(self, arena: Bytes, runs: Sequence[Segment]) -> Iterator[int]:
         """Yields the size of each window before it is summed."""
-        if (windows := RowWindows.try_make(arena, runs)) is not None:
-            for rows in windows:
-                yield windows.num_bytes(rows)
-                self._digest.update(windows.gather(rows))
+        offsets, lengths = SegmentArray.of(runs).columns()
+        if size := _row_bytes(offsets, lengths):
+            table, wanted = _table(arena, size), _rows(offsets, lengths, size)
+            per_window = WINDOW_BYTES // size
+            scratch = np.empty((per_window, size), np.uint8)
+            for at in range(0, len(wanted), per_window):
+                window = scratch[: len(wanted) - at]
+                yield window.nbytes
+                np.take(table, wanted[at : at + per_window], axis=0, out=window, mode="clip")
+                self._digest.update(window.data)
             return
-        offsets, lengths = runs.columns()
         for start, length in zip(offsets.tolist(), lengths.tolist(), strict=True):
             for at in range(start, start + length, WINDOW_BYTES):
                 window = arena[at : min(at + WINDOW_BYTES, start + length)]
@@ -157,3 +206,23 @@ def _offsets(offsets: _Ints, starts: _Ints, edges: _Ints) -> _Ints:
     run = np.searchsorted(starts, edges, side="right") - 1
     found: _Ints = offsets[run] + edges - starts[run]
     return found
+
+
+def _row_bytes(offsets: _Ints, lengths: _Ints) -> int:
+    """Size of a row that divides every offset and length; 0 when the runs are better taken one by one."""
+    if len(lengths) < 2 or int(lengths.sum()) >= len(lengths) * LONG_RUN_BYTES:
+        return 0
+    size = int(np.gcd.reduce(np.concatenate((offsets, lengths))))
+    return size if MIN_ROW_BYTES <= size <= WINDOW_BYTES else 0
+
+
+def _table(arena: Bytes, size: int) -> Bytes:
+    """[arena bytes // size, size]. A tail shorter than a row is in no run."""
+    return arena[: len(arena) // size * size].reshape(-1, size)
+
+
+def _rows(offsets: _Ints, lengths: _Ints, size: int) -> _Ints:
+    """Indices of all rows of the runs, in order."""
+    counts = lengths // size
+    before = np.cumsum(counts) - counts
+    return np.repeat(offsets // size - before, counts) + np.arange(int(counts.sum()))

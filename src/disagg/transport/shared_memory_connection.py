@@ -15,10 +15,9 @@ import msgspec
 from disagg.core.endpoints import Endpoint
 from disagg.core.errors import InternalFault, PeerFault, PeerLost, ProtocolViolation
 from disagg.kvcache.memory import Memory
-from disagg.transport.arenas import Bytes, MappedArena
 from disagg.transport.link import Answered, Connection, Permitted
 from disagg.transport.local_stream import LocalStream, abstract_address, peer_pid
-from disagg.transport.runs import RunCopy, copy_buffers
+from disagg.transport.runs import Bytes, MappedArena, RunCopy, copy_buffers
 from disagg.transport.segments import SegmentArray, viewed_bytes
 from disagg.transport.shared_memory_wire import (
     Admission,

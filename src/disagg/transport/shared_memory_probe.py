@@ -9,9 +9,8 @@ import numpy as np
 from disagg.core.errors import PeerLost, ProtocolViolation
 from disagg.engine.sealed_memory import SealedMemory
 from disagg.kvcache.memory import Segment
-from disagg.transport.arenas import MappedArena
 from disagg.transport.local_stream import LocalStream
-from disagg.transport.runs import RunCopy, RunSum
+from disagg.transport.runs import MappedArena, RunCopy, RunSum
 from disagg.transport.segments import SegmentArray
 from disagg.transport.shared_memory_wire import (
     PROBE_BYTES,

@@ -31,12 +31,11 @@ from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import MappableMemory, Segment
 from disagg.transport.acceptor import Acceptor
 from disagg.transport.api import Post, WriterStuck
-from disagg.transport.arenas import whole_arena
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.grants import Arrival, GrantTable, Refused, Visit
 from disagg.transport.local_stream import abstract_address
 from disagg.transport.outbox import Outbox
-from disagg.transport.runs import RunSum
+from disagg.transport.runs import RunSum, whole_arena
 from disagg.transport.segments import SegmentArray
 from disagg.transport.shared_memory_probe import answer_probe
 from disagg.transport.shared_memory_wire import (

@@ -8,15 +8,16 @@ from itertools import chain
 import msgspec
 
 from disagg.core.errors import InternalFault, PeerLost, ProtocolViolation
-from disagg.kvcache.memory import Memory, Segment
+from disagg.kvcache.memory import Memory
 from disagg.transport.api import Write
-from disagg.transport.arenas import Bytes
 from disagg.transport.capability import frame_proof, grant_name
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.link import Answered, Connection, Target
-from disagg.transport.row_windows import RowWindows
-from disagg.transport.segments import MANY_SEGMENTS, SegmentArray, grouped, viewed_bytes
-from disagg.transport.stream import BATCH_BYTES, MAX_VIEWS, Stream
+from disagg.transport.native_runs import windows_of
+from disagg.transport.payload import BATCH_BYTES, MAX_VIEWS, Payload, payload_of
+from disagg.transport.runs import Bytes
+from disagg.transport.segments import SegmentArray, grouped, viewed_bytes
+from disagg.transport.stream import Stream
 from disagg.transport.tcp_dial import Introduction, introduce, open_stream
 from disagg.transport.wire import Ack, FrameHeader, Item, checksum_of, decode_body, encode, encode_trailer
 from disagg.transport.write_queue import Ticket
@@ -65,24 +66,26 @@ class TcpConnection(Connection):
     def move(self, ticket: Ticket) -> None:
         write, stream = ticket.write, self._stream
         stream.touch()
-        groups = self._gathered(ticket)
-        first = next(groups, [])  # before anything goes out: what the memory refuses fails this write alone
         head = self._head(write, ticket.num_bytes)
+        payload = self._payload(ticket, checksum_of(head) if self._checksums else None)
+        first = next(payload.batches, ())  # before anything goes out: what the memory refuses fails this write alone
         self._sent.append(ticket)
         try:
-            checksum = stream.send_frame(head, chain((first,), groups), checksum_of(head) if self._checksums else None)
-            stream.send_trailer(encode_trailer(checksum))
+            stream.send_frame(head, chain((first,), payload.batches))
+            stream.send_trailer(encode_trailer(payload.checksum()))
         except PeerLost:
             raise
         except Exception as error:  # bytes that cannot be summed or sent: half a frame is out, so the connection ends
             raise PeerLost(f"the bytes of write {write.number} cannot be sent: {error}") from error
 
+    def _payload(self, ticket: Ticket, seed: int | None) -> Payload:
+        windows = None if self._source is None else windows_of(self._source, ticket.write.source, seed)
+        if windows is not None:
+            return Payload(windows.gathered(), windows.checksum)
+        return payload_of(self._gathered(ticket), seed)
+
     def _gathered(self, ticket: Ticket) -> Iterator[Sequence[memoryview]]:
         """The payload, some segments at a time: the receiver is at work while the others are gathered."""
-        if (windows := self._windows(ticket.write.source)) is not None:
-            for rows in windows:
-                yield (windows.gather(rows),)
-            return
         num_bytes = 0
         for segments in grouped(ticket.write.source, max_bytes=BATCH_BYTES, max_segments=MAX_VIEWS):
             views = self._memory.gather(segments)
@@ -92,11 +95,6 @@ class TcpConnection(Connection):
             yield views
         if num_bytes != ticket.num_bytes:
             raise InternalFault(f"memory gathered other than the {ticket.num_bytes} bytes that were asked for")
-
-    def _windows(self, segments: Sequence[Segment]) -> RowWindows | None:
-        if self._source is None or len(segments) < MANY_SEGMENTS:
-            return None
-        return RowWindows.try_make(self._source, SegmentArray.of(segments))
 
     def _head(self, write: Write, num_bytes: int) -> bytes:
         proof = frame_proof(write.key, self._nonce, write.number)

@@ -31,7 +31,6 @@ from disagg.core.ids import Incarnation, WorkerId, worker_of
 from disagg.kvcache.memory import Memory, Segment
 from disagg.transport.acceptor import Acceptor
 from disagg.transport.api import Post
-from disagg.transport.arenas import host_arena
 from disagg.transport.capability import (
     NONCE_BYTES,
     SECRET_BYTES,
@@ -45,6 +44,7 @@ from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.grants import AlreadyLanded, Arrival, GrantTable, Refused, Visit
 from disagg.transport.outbox import Outbox
 from disagg.transport.parted_landing import landing_for
+from disagg.transport.runs import host_arena
 from disagg.transport.segments import SegmentArray
 from disagg.transport.stream import Stream
 from disagg.transport.tls_stream import TlsRefused, TlsStream
@@ -331,8 +331,9 @@ class TcpReceiver:
         """Receive one granted payload. Returns why it did not land, or None."""
 
         def arrive() -> Arrival:
-            landing = landing_for(self._memory, self._arena, destination)
-            found = stream.receive_into(landing.groups(), seed)
-            return Arrival(landing.commit, found, decode_trailer(stream.receive_bytes(TRAILER_BYTES)))
+            payload, commit = landing_for(self._memory, self._arena, destination, seed)
+            stream.receive_into(payload.batches)
+            told = decode_trailer(stream.receive_bytes(TRAILER_BYTES))
+            return Arrival(commit, payload.checksum(), told)
 
         return self._grants.settle(visit, arrive)

@@ -12,7 +12,7 @@ from disagg.core.errors import ConfigurationError, InternalFault
 from disagg.core.spans import KvLayout
 from disagg.engine.arena import KvArena, max_blocks_for
 from disagg.kvcache.memory import Segment
-from disagg.transport.arenas import MappedArena
+from disagg.transport.runs import MappedArena
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=4, dtype="float32", block_size=5)
 NUM_BLOCKS = 7

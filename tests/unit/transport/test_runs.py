@@ -10,8 +10,7 @@ import xxhash
 from disagg.core.errors import InternalFault
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import SealedBytesMemory
-from disagg.transport.arenas import Bytes, MappedArena
-from disagg.transport.runs import RunCopy, RunSum, copy_buffers
+from disagg.transport.runs import Bytes, MappedArena, RunCopy, RunSum, copy_buffers
 
 ARENA_BYTES = 1 << 20
 

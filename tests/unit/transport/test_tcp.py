@@ -118,7 +118,15 @@ def test_checksums_at_one_end_only_are_refused(tcp: TcpRig) -> None:
         encode(Item.FRAME, FrameHeader(grant_name(KEY), 0, b"", packed(5), 2**60, NO_PROOF)),
         encode(Item.FRAME, FrameHeader(grant_name(KEY), 0, b"", bytes(17), 0, NO_PROOF)),
     ],
-    ids=["4 GiB header", "long header", "noise", "long key", "absurd payload", "absurd unequal payload", "cut segments"],
+    ids=[
+        "4 GiB header",
+        "long header",
+        "noise",
+        "long key",
+        "absurd payload",
+        "absurd unequal payload",
+        "cut segments",
+    ],
 )
 def test_a_bad_frame_closes_its_connection_only(tcp: TcpRig, sent: bytes) -> None:
     tcp.receiver.grant(PREFILL, KEY, BIG)
