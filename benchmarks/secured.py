@@ -5,9 +5,9 @@
 64 writes of 1 MiB between two processes over loopback, timed from the first write() to the last WriteFinished
 (connected before). The sides are interleaved in one run; medians are shown, each against one plain connection.
 
-The ceiling of TLS: OpenSSL sealing and opening the same bytes in memory, with nothing sent. At each end one thread has to
-do one of them besides what a plain connection does, so a connection under TLS takes no less than the time of a plain one
-and that of the slower of the two.
+The ceiling of TLS: OpenSSL sealing and opening the same bytes in memory, with nothing sent. At each end one thread has
+to do one of them besides what a plain connection does, so a connection under TLS takes no less than the time of a plain
+one and that of the slower of the two.
 """
 
 import argparse
