@@ -11,7 +11,6 @@ import pytest
 
 from disagg.channel.channel import encode_frame, frame_checksum
 from disagg.core.errors import InternalFault
-from disagg.kvcache.memory import Segment
 from disagg.testing.fault_script import (
     DURATIONS_S,
     LINK_FAULTS,
@@ -233,7 +232,7 @@ async def test_a_damaged_message_differs_in_one_bit() -> None:
 
 async def test_only_the_payload_of_a_push_is_damaged_and_only_so_often() -> None:
     payload = random.Random(2).randbytes(200_000)
-    header = encode(Item.FRAME, FrameHeader(PROBE, 0, b"", (Segment(0, len(payload)),), len(payload), NO_PROOF))
+    header = encode(Item.FRAME, FrameHeader(PROBE, 0, b"", b"", len(payload), NO_PROOF))
     push = header + payload + encode_trailer(7)
     async with linked(LinkKind.DATA) as (link, far):
         link.set(LinkFaults(num_corrupt_pushes=1))

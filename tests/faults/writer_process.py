@@ -74,11 +74,11 @@ class HeldStream:
         self.num_sends: int | None = None  # of the frame
         self.send_frame, self.send_all, self.send_trailer = Stream.send_frame, Stream._send_all, Stream.send_trailer
 
-    def held_frame(self, stream: Stream, *arguments: Any) -> int:
+    def held_frame(self, stream: Stream, *arguments: Any) -> None:
         if self.state == "permitted":
             hold("permitted")
         self.num_sends = 0
-        return self.send_frame(stream, *arguments)
+        self.send_frame(stream, *arguments)
 
     def held_send(self, stream: Stream, *arguments: Any) -> None:
         if self.num_sends is not None:

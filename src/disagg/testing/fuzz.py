@@ -17,7 +17,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
@@ -31,6 +31,7 @@ from disagg.protocol.messages import Message
 from disagg.testing.fuzz_corpus import ITEMS, good_items, good_keys, good_messages
 from disagg.testing.memory import BytesMemory
 from disagg.transport.capability import frame_proof, grant_name
+from disagg.transport.segments import SegmentArray
 from disagg.transport.stream import Stream
 from disagg.transport.tcp_dial import Introduction, introduce
 from disagg.transport.tcp_receiver import TcpReceiver
@@ -69,17 +70,25 @@ def decode_items(data: bytes) -> bool:
     for item, kind in ITEMS:
         try:
             prefix = decode_prefix(data[:PREFIX_BYTES].ljust(PREFIX_BYTES, b"\0"), item)
-            decode_body(data[PREFIX_BYTES : PREFIX_BYTES + prefix.num_bytes], prefix, kind)  # type: ignore[type-var]
+            body = data[PREFIX_BYTES : PREFIX_BYTES + prefix.num_bytes]
+            _read_body(body, prefix, kind)
             num_accepted += 1
         except ProtocolViolation:
             pass
         body = data[PREFIX_BYTES:]
         try:
-            decode_body(body, Prefix(len(body), zlib.crc32(body)), kind)  # type: ignore[type-var]
+            _read_body(body, Prefix(len(body), zlib.crc32(body)), kind)
             num_accepted += 1
         except ProtocolViolation:
             pass
     return num_accepted > 0
+
+
+def _read_body(data: bytes, prefix: Prefix, kind: type[Any]) -> None:
+    """As a receiver does. Raises ProtocolViolation."""
+    body = decode_body(data, prefix, kind)
+    if isinstance(body, FrameHeader):
+        SegmentArray.unpack(body.destination)
 
 
 def decode_small(data: bytes) -> bool:
@@ -143,8 +152,8 @@ class LiveTarget:
             stream.close()
 
     def good(self) -> bytes:
-        proof = frame_proof(b"key", bytes(16), 0)
-        return encode(Item.FRAME, FrameHeader(grant_name(b"key"), 0, b"", (Segment(0, 64),), 64, proof)) + bytes(72)
+        proof, run = frame_proof(b"key", bytes(16), 0), SegmentArray.of([Segment(0, 64)]).pack()
+        return encode(Item.FRAME, FrameHeader(grant_name(b"key"), 0, b"", run, 64, proof)) + bytes(72)
 
     def close(self) -> None:
         self._receiver.check_invariants()

@@ -12,6 +12,7 @@ from disagg.kvcache.memory import Segment
 from disagg.protocol.handoff import GrantKey, make_grant_key
 from disagg.protocol.messages import Message
 from disagg.transport.capability import NAME_BYTES, NONCE_BYTES, PROOF_BYTES
+from disagg.transport.segments import SegmentArray
 from disagg.transport.wire import Ack, Body, Challenge, FrameHeader, Hello, Item, Welcome, encode
 
 ITEMS: tuple[tuple[Item, type[Challenge] | type[Hello] | type[Welcome] | type[FrameHeader] | type[Ack]], ...] = (
@@ -45,13 +46,14 @@ def good_keys() -> list[bytes]:
 def good_items() -> list[bytes]:
     """Encoded, with their prefix."""
     name, proof = b"n" * NAME_BYTES, b"p" * PROOF_BYTES
+    runs = SegmentArray.of([Segment(i * 64, 64) for i in range(40)])
     bodies: tuple[tuple[Item, Body], ...] = (
         (Item.CHALLENGE, Challenge(b"c" * NONCE_BYTES)),
         (Item.HELLO, Hello(WorkerId("prefill-0"), Incarnation(1), Incarnation(2), True, 0, proof)),
         (Item.WELCOME, Welcome(None)),
         (Item.WELCOME, Welcome("no")),
-        (Item.FRAME, FrameHeader(name, 0, b"", (), 0, proof)),
-        (Item.FRAME, FrameHeader(name, 7, b"tag", tuple(Segment(i * 64, 64) for i in range(40)), 2560, proof)),
+        (Item.FRAME, FrameHeader(name, 0, b"", b"", 0, proof)),
+        (Item.FRAME, FrameHeader(name, 7, b"tag", runs.pack(), 2560, proof)),
         (Item.ACK, Ack(name, 1, None)),
         (Item.ACK, Ack(name, 2**60, "why")),
     )

@@ -23,8 +23,8 @@ class Write(msgspec.Struct, frozen=True):
     key: bytes  # the peer's grant
     number: int  # of this write under this key; a repeated write carries the same number
     tag: bytes  # opaque; delivered with the landing
-    source: tuple[Segment, ...]
-    destination: tuple[Segment, ...]
+    source: Sequence[Segment]
+    destination: Sequence[Segment]
 
 
 class WriteFinished(msgspec.Struct, frozen=True):

@@ -6,15 +6,18 @@ from itertools import chain
 from typing import Protocol
 from zlib import crc32
 
+import msgspec
+
 from disagg.core.endpoints import Endpoint
 from disagg.core.errors import InternalFault, PeerLost
 from disagg.core.ids import Incarnation, WorkerId
-from disagg.kvcache.memory import Memory
+from disagg.kvcache.memory import MappableMemory, Memory
 from disagg.transport.api import Post, Write, WriteFinished, WritesStopped
 from disagg.transport.deadlines import DeadlineWatch, join_all
 from disagg.transport.link import Link, Target
 from disagg.transport.outbox import Outbox
-from disagg.transport.segments import write_flaw
+from disagg.transport.runs import host_arena
+from disagg.transport.segments import MANY_SEGMENTS, SegmentArray, write_flaw
 from disagg.transport.wire import MAX_KEY_BYTES, MAX_TAG_BYTES
 
 
@@ -55,9 +58,22 @@ class StopCount:
 class LinkSender(ABC):
     """Writes out of `memory` into peers' grants. Threads start with the first write to a peer."""
 
-    def __init__(self, memory: Memory, post: Post, *, num_lanes: int, close_timeout_s: float, name: str) -> None:
-        """`name` is of the thread that watches deadlines."""
+    def __init__(
+        self,
+        memory: Memory,
+        post: Post,
+        arena: MappableMemory | None,
+        *,
+        num_lanes: int,
+        close_timeout_s: float,
+        name: str,
+    ) -> None:
+        """`arena`: what the first bytes of `memory` are, where it is host memory; found out where it is not given.
+
+        `name` is of the thread that watches deadlines.
+        """
         self._memory = memory
+        self._source = host_arena(memory if arena is None else arena)
         self._num_lanes = num_lanes
         self._close_timeout_s = close_timeout_s
         self._outbox = Outbox(post)
@@ -100,6 +116,7 @@ class LinkSender(ABC):
         """Queue one write; exactly one WriteFinished follows, also for a write that can never be sent."""
         with self._lock:
             links = self._links.get(write.peer, ())
+        write = _with_arrays(write)
         failure = self._flaw(write)
         if failure is None and not links:
             failure = f"{write.peer} is not connected; call connect() first"
@@ -185,3 +202,14 @@ class LinkSender(ABC):
         if len(write.tag) > MAX_TAG_BYTES:
             return f"tag of {len(write.tag)} bytes is over the limit of {MAX_TAG_BYTES}; send less beside the KV"
         return write_flaw(write.source, write.destination, self._memory.num_bytes)
+
+
+def _with_arrays(write: Write) -> Write:
+    """Many segments cost least as arrays, here and further on: they are made once."""
+    if max(len(write.source), len(write.destination)) < MANY_SEGMENTS:
+        return write
+    try:
+        source, destination = SegmentArray.of(write.source), SegmentArray.of(write.destination)
+    except OverflowError:  # no such arena: it is named as a flaw
+        return write
+    return msgspec.structs.replace(write, source=source, destination=destination)

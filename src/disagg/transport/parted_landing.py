@@ -1,8 +1,11 @@
 """A landing of many segments, made some at a time: the first bytes are taken in while nothing else is ready yet."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from disagg.kvcache.memory import Landing, Memory, Segment
+from disagg.transport.native_runs import windows_of
+from disagg.transport.payload import Payload, payload_of
+from disagg.transport.runs import Bytes
 
 PART_SEGMENTS = 256  # prepared faster than a socket's buffer fills
 
@@ -26,3 +29,17 @@ class PartedLanding:
         """Make the received bytes part of the arena. Called once, after the checksum held."""
         for part in self._parts:
             part.commit()
+
+
+def landing_for(
+    memory: Memory, arena: Bytes | None, segments: Sequence[Segment], seed: int | None
+) -> tuple[Payload, Callable[[], None]]:
+    """Room for one frame's bytes, and what makes them part of the memory once the checksum held.
+
+    arena: all bytes of the memory, where it is host memory.
+    """
+    windows = None if arena is None else windows_of(arena, segments, seed)
+    if windows is not None:
+        return Payload(windows.scattered(), windows.checksum), memory.landing(()).commit
+    landing = PartedLanding(memory, segments)
+    return payload_of(landing.groups(), seed), landing.commit

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from disagg.core.errors import InternalFault
-from disagg.kvcache.memory import MappableMemory, Segment
+from disagg.kvcache.memory import MappableMemory, Memory, Segment
 from disagg.transport.segments import SegmentArray, copy_views
 
 WINDOW_BYTES = 256 << 10
@@ -38,6 +38,13 @@ def whole_arena(memory: MappableMemory) -> Bytes:
     """All bytes of an own arena, without mapping it once more."""
     (view,) = memory.gather((Segment(0, memory.num_bytes),))
     return np.frombuffer(view, np.uint8)
+
+
+def host_arena(memory: Memory) -> Bytes | None:
+    """The same where it is host memory, byte for byte; None elsewhere."""
+    if not isinstance(memory, MappableMemory) or memory.descriptor is None:
+        return None
+    return whole_arena(memory)
 
 
 class MappedArena:
@@ -160,7 +167,7 @@ class RunSum:
 
     def _sum_windows(self, arena: Bytes, runs: Sequence[Segment]) -> Iterator[int]:
         """Yields the size of each window before it is summed."""
-        offsets, lengths = _columns(SegmentArray.of(runs))
+        offsets, lengths = SegmentArray.of(runs).columns()
         if size := _row_bytes(offsets, lengths):
             table, wanted = _table(arena, size), _rows(offsets, lengths, size)
             per_window = WINDOW_BYTES // size
@@ -182,7 +189,7 @@ def _paired(source: SegmentArray, destination: SegmentArray) -> _Pieces:
     """Cut both sides wherever one is cut."""
     if source.num_bytes != destination.num_bytes:
         raise InternalFault(f"{source.num_bytes} bytes for runs of {destination.num_bytes}; they must be equal")
-    (ours, our_lengths), (theirs, their_lengths) = _columns(source), _columns(destination)
+    (ours, our_lengths), (theirs, their_lengths) = source.columns(), destination.columns()
     if np.array_equal(our_lengths, their_lengths):
         return _Pieces(ours, theirs, our_lengths)
     # Positions in the byte stream where some run starts, on either side.
@@ -199,12 +206,6 @@ def _offsets(offsets: _Ints, starts: _Ints, edges: _Ints) -> _Ints:
     run = np.searchsorted(starts, edges, side="right") - 1
     found: _Ints = offsets[run] + edges - starts[run]
     return found
-
-
-def _columns(runs: SegmentArray) -> tuple[_Ints, _Ints]:
-    """Offsets and lengths of the runs that are not empty."""
-    filled = runs.values[runs.values[:, 1] > 0]
-    return filled[:, 0], filled[:, 1]
 
 
 def _row_bytes(offsets: _Ints, lengths: _Ints) -> int:

@@ -48,6 +48,11 @@ class SegmentArray(Sequence[Segment]):
     def num_bytes(self) -> int:
         return int(self.values[:, 1].sum())
 
+    def columns(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Offsets and lengths of those that are not empty."""
+        filled = self.values[self.values[:, 1] > 0]
+        return filled[:, 0], filled[:, 1]
+
     def __len__(self) -> int:
         return len(self.values)
 

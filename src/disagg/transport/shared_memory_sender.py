@@ -9,7 +9,6 @@ from disagg.transport.api import Post
 from disagg.transport.link import Link, LinkLimits, Target
 from disagg.transport.link_sender import LinkSender
 from disagg.transport.probe import Measured, measure
-from disagg.transport.runs import Bytes, whole_arena
 from disagg.transport.shared_memory_connection import SharedMemorySenderConfig, dial_owner, open_shared_memory
 from disagg.transport.shared_memory_probe import Copies
 from disagg.transport.shared_memory_wire import PROBE_BYTES, Greeting
@@ -32,15 +31,10 @@ class SharedMemorySender(LinkSender):
     ) -> None:
         """`arena`: what the first bytes of `memory` are, where it is host memory; found out where it is not given."""
         self._config = config or SharedMemorySenderConfig()
-        name = f"disagg-shm-probe-{worker_id}"
-        super().__init__(memory, post, num_lanes=1, close_timeout_s=self._config.close_timeout_s, name=name)
+        name, limit_s = f"disagg-shm-probe-{worker_id}", self._config.close_timeout_s
+        super().__init__(memory, post, arena, num_lanes=1, close_timeout_s=limit_s, name=name)
         self._worker_id = worker_id
         self._domain = domain
-        self._source: Bytes | None = None
-        if arena is None and isinstance(memory, MappableMemory):
-            arena = memory
-        if arena is not None and arena.descriptor is not None:
-            self._source = whole_arena(arena)
 
     def measure(self, endpoint: Endpoint, incarnation: Incarnation, budget_s: float) -> Measured:
         """Blocking, for budget_s and the time to connect, which is bounded. Raises PeerFault, OSError."""

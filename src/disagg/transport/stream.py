@@ -10,12 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 import xxhash
 
 from disagg.core.errors import PeerLost
-from disagg.transport.segments import advance, batches
+from disagg.transport.payload import BATCH_BYTES
+from disagg.transport.segments import advance
 from disagg.transport.wire import PREFIX_BYTES, Body, Item, Prefix, decode_prefix, encode
-
-# One system call's worth. Small enough to be still in cache when it is summed, large enough to hide the call.
-BATCH_BYTES = 512 << 10
-MAX_VIEWS = 1024  # IOV_MAX on Linux and macOS
 
 _MSG_MORE = getattr(socket, "MSG_MORE", 0)  # Linux: more follows at once, do not send a short packet
 
@@ -61,22 +58,15 @@ class Stream:
         except OSError as error:
             raise PeerLost(f"the connection broke while sending: {error}") from error
 
-    def send_frame(self, head: bytes, groups: Iterable[Sequence[memoryview]], seed: int | None) -> int:
+    def send_frame(self, head: bytes, batches: Iterable[Sequence[memoryview]]) -> None:
         """Send an encoded header and its payload; the trailer must follow by send_trailer().
 
-        The header goes out at once: the receiver prepares while the first group is made. Bytes are summed once they
-        are sent: by then they are in the cache, and the peer is at work. Returns the payload's XXH3 under `seed`; with
-        None nothing is summed and 0 returned. Raises PeerLost, and what making a group raises.
+        The header goes out at once: the receiver prepares while the first batch is made. No batch has more than
+        MAX_VIEWS views. Raises PeerLost, and what making a batch raises.
         """
         self._send_all([memoryview(head)], 0)
-        digest = None if seed is None else xxhash.xxh3_64(seed=seed)
-        for views in groups:
-            for batch in batches(views, max_bytes=BATCH_BYTES, max_views=MAX_VIEWS):
-                self._send_all(batch, _MSG_MORE)
-                if digest is not None:
-                    for view in batch:
-                        digest.update(view)
-        return digest.intdigest() if digest is not None else 0
+        for views in batches:
+            self._send_all(views, _MSG_MORE)
 
     def send_trailer(self, trailer: bytes) -> None:
         """End a frame. Raises PeerLost."""
@@ -98,19 +88,10 @@ class Stream:
             self._fill([memoryview(data)])
         return data
 
-    def receive_into(self, groups: Iterable[Sequence[memoryview]], seed: int | None) -> int:
-        """Fill the views in order; returns their XXH3 under `seed` (0 with None).
-
-        Raises PeerLost, and what making a group raises.
-        """
-        digest = None if seed is None else xxhash.xxh3_64(seed=seed)
-        for views in groups:
-            for batch in batches(views, max_bytes=BATCH_BYTES, max_views=MAX_VIEWS):
-                self._fill(batch)
-                if digest is not None:
-                    for view in batch:
-                        digest.update(view)
-        return digest.intdigest() if digest is not None else 0
+    def receive_into(self, batches: Iterable[Sequence[memoryview]]) -> None:
+        """Fill the views in order, as send_frame() sends them. Raises PeerLost, and what making a batch raises."""
+        for views in batches:
+            self._fill(list(views))
 
     def drain(self, num_bytes: int, seed: int | None = None) -> int:
         """Throw away so many bytes through a buffer of at most BATCH_BYTES.

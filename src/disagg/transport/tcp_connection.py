@@ -13,8 +13,11 @@ from disagg.transport.api import Write
 from disagg.transport.capability import frame_proof, grant_name
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.link import Answered, Connection, Target
-from disagg.transport.segments import grouped, viewed_bytes
-from disagg.transport.stream import BATCH_BYTES, MAX_VIEWS, Stream
+from disagg.transport.native_runs import windows_of
+from disagg.transport.payload import BATCH_BYTES, MAX_VIEWS, Payload, payload_of
+from disagg.transport.runs import Bytes
+from disagg.transport.segments import SegmentArray, grouped, viewed_bytes
+from disagg.transport.stream import Stream
 from disagg.transport.tcp_dial import Introduction, introduce, open_stream
 from disagg.transport.wire import Ack, FrameHeader, Item, checksum_of, decode_body, encode, encode_trailer
 from disagg.transport.write_queue import Ticket
@@ -36,10 +39,12 @@ class TcpSenderConfig(msgspec.Struct, frozen=True):
 class TcpConnection(Connection):
     """One lane's connection."""
 
-    def __init__(self, stream: Stream, memory: Memory, *, checksums: bool) -> None:
+    def __init__(self, stream: Stream, memory: Memory, source: Bytes | None, *, checksums: bool) -> None:
+        """`source` is the own arena where it is host memory; `memory` gathers what lies elsewhere."""
         super().__init__()
         self._stream = stream
         self._memory = memory
+        self._source = source
         self._checksums = checksums
         self._nonce = b""  # once welcomed
         self._is_late = False
@@ -61,17 +66,23 @@ class TcpConnection(Connection):
     def move(self, ticket: Ticket) -> None:
         write, stream = ticket.write, self._stream
         stream.touch()
-        groups = self._gathered(ticket)
-        first = next(groups, [])  # before anything goes out: what the memory refuses fails this write alone
         head = self._head(write, ticket.num_bytes)
+        payload = self._payload(ticket, checksum_of(head) if self._checksums else None)
+        first = next(payload.batches, ())  # before anything goes out: what the memory refuses fails this write alone
         self._sent.append(ticket)
         try:
-            checksum = stream.send_frame(head, chain((first,), groups), checksum_of(head) if self._checksums else None)
-            stream.send_trailer(encode_trailer(checksum))
+            stream.send_frame(head, chain((first,), payload.batches))
+            stream.send_trailer(encode_trailer(payload.checksum()))
         except PeerLost:
             raise
         except Exception as error:  # bytes that cannot be summed or sent: half a frame is out, so the connection ends
             raise PeerLost(f"the bytes of write {write.number} cannot be sent: {error}") from error
+
+    def _payload(self, ticket: Ticket, seed: int | None) -> Payload:
+        windows = None if self._source is None else windows_of(self._source, ticket.write.source, seed)
+        if windows is not None:
+            return Payload(windows.gathered(), windows.checksum)
+        return payload_of(self._gathered(ticket), seed)
 
     def _gathered(self, ticket: Ticket) -> Iterator[Sequence[memoryview]]:
         """The payload, some segments at a time: the receiver is at work while the others are gathered."""
@@ -87,10 +98,11 @@ class TcpConnection(Connection):
 
     def _head(self, write: Write, num_bytes: int) -> bytes:
         proof = frame_proof(write.key, self._nonce, write.number)
-        header = FrameHeader(grant_name(write.key), write.number, write.tag, write.destination, num_bytes, proof)
         try:
+            destination = SegmentArray.of(write.destination).pack()
+            header = FrameHeader(grant_name(write.key), write.number, write.tag, destination, num_bytes, proof)
             return encode(Item.FRAME, header)
-        except ProtocolViolation as error:  # ours, and of this write alone
+        except (ProtocolViolation, OverflowError) as error:  # ours, and of this write alone
             raise InternalFault(f"it cannot be framed: {error}") from error
 
     def hear(self, is_due: Callable[[], bool]) -> Answered:
@@ -122,6 +134,7 @@ def open_tcp(
     who: Introduction,
     lane: int,
     memory: Memory,
+    source: Bytes | None,
     config: TcpSenderConfig,
     watch: DeadlineWatch,
     tls: ssl.SSLContext | None,
@@ -133,7 +146,7 @@ def open_tcp(
         stall_timeout_s=config.stall_timeout_s,
         tls=tls,
     )
-    connection = TcpConnection(stream, memory, checksums=config.checksums)
+    connection = TcpConnection(stream, memory, source, checksums=config.checksums)
     register(connection)
     watch.after(config.connect_timeout_s, connection.give_up)
     connection.introduce(who, target.endpoint.token, lane)

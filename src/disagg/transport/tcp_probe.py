@@ -1,6 +1,7 @@
 """Frames that only measure, over a connection of the lane for that."""
 
 from disagg.core.errors import PeerLost
+from disagg.transport.payload import payload_of
 from disagg.transport.stream import Stream
 from disagg.transport.wire import (
     NO_PROOF,
@@ -31,10 +32,11 @@ class Frames:
         stream, number = self._stream, self._number
         self._number += 1
         whole, rest = divmod(num_bytes, SOURCE_BYTES)
-        head = encode(Item.FRAME, FrameHeader(PROBE, number, b"", (), num_bytes, NO_PROOF))
-        payload = [*[self._source] * whole, self._source[:rest]]
-        checksum = stream.send_frame(head, (payload,), checksum_of(head) if self._checksums else None)
-        stream.send_trailer(encode_trailer(checksum))
+        head = encode(Item.FRAME, FrameHeader(PROBE, number, b"", b"", num_bytes, NO_PROOF))
+        views = [*[self._source] * whole, self._source[:rest]]
+        payload = payload_of((views,), checksum_of(head) if self._checksums else None)
+        stream.send_frame(head, payload.batches)
+        stream.send_trailer(encode_trailer(payload.checksum()))
         prefix = stream.receive_prefix(Item.ACK)
         ack = decode_body(stream.receive_bytes(prefix.num_bytes), prefix, Ack)
         if (ack.name, ack.number) != (PROBE, number):

@@ -6,7 +6,7 @@ One thread accepts; one thread per connection does all of this, in order:
        garbage; end an older connection of the same sender and lane
     2. header: its proof must be of a grant that stands; then ask the grant table to be let in; a refused or repeated
        frame is drained and answered
-    3. payload straight into the landing's buffers, then the trailer
+    3. payload into the landing's buffers, group by group, then the trailer
     4. commit when the checksum held and the grant still stands; leave the grant table (which posts the events)
     5. ACK, and back to 2
 
@@ -43,7 +43,9 @@ from disagg.transport.capability import (
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.grants import AlreadyLanded, Arrival, GrantTable, Refused, Visit
 from disagg.transport.outbox import Outbox
-from disagg.transport.parted_landing import PartedLanding
+from disagg.transport.parted_landing import landing_for
+from disagg.transport.runs import host_arena
+from disagg.transport.segments import SegmentArray
 from disagg.transport.stream import Stream
 from disagg.transport.tls_stream import TlsRefused, TlsStream
 from disagg.transport.wire import (
@@ -120,6 +122,7 @@ class TcpReceiver:
         secret: behind the tokens of endpoint_for(); drawn here where none is given. tls: for the accepting end.
         """
         self._memory = memory
+        self._arena = host_arena(memory)
         self._incarnation = incarnation
         self._checksums = checksums
         self._fence_timeout_s = fence_timeout_s
@@ -289,10 +292,11 @@ class TcpReceiver:
         stream = connection.stream
         prefix = stream.receive_prefix(Item.FRAME, lambda: True)  # idle connections stay open
         header = decode_body(stream.receive_bytes(prefix.num_bytes), prefix, FrameHeader)
-        entry = self._enter(connection, sender, header)
+        destination = SegmentArray.unpack(header.destination)
+        entry = self._enter(connection, sender, header, destination)
         seed = prefix.checksum if self._checksums else None
         if isinstance(entry, Visit):
-            failure = self._land(stream, header, seed, entry)
+            failure = self._land(stream, destination, seed, entry)
         else:
             failure = entry.reason if isinstance(entry, Refused) else None
             limit = MAX_PROBE_BYTES if header.name == PROBE else self._memory.num_bytes
@@ -304,7 +308,7 @@ class TcpReceiver:
         stream.send_item(Item.ACK, Ack(header.name, header.number, None if failure is None else clip(failure)))
 
     def _enter(
-        self, connection: _Connection, sender: WorkerId, header: FrameHeader
+        self, connection: _Connection, sender: WorkerId, header: FrameHeader, destination: SegmentArray
     ) -> Visit | AlreadyLanded | Refused | None:
         """Before a byte of the payload is taken. None: its bytes only measure, and are thrown away."""
         if header.name == PROBE and connection.lane == PROBE_LANE:
@@ -317,18 +321,19 @@ class TcpReceiver:
             # One answer for both, so that a stranger cannot probe for grants.
             return Refused(f"key {header.name.hex()} is not granted to {sender}; ask for a new grant")
         entry = self._grants.enter(
-            sender, key, header.number, header.tag, header.destination, header.num_bytes, connection.stream.shut
+            sender, key, header.number, header.tag, destination, header.num_bytes, connection.stream.shut
         )
         if isinstance(entry, Refused):
             self.refused.add(Refusal.NO_GRANT)
         return entry
 
-    def _land(self, stream: Stream, header: FrameHeader, seed: int | None, visit: Visit) -> str | None:
+    def _land(self, stream: Stream, destination: SegmentArray, seed: int | None, visit: Visit) -> str | None:
         """Receive one granted payload. Returns why it did not land, or None."""
 
         def arrive() -> Arrival:
-            landing = PartedLanding(self._memory, header.destination)
-            found = stream.receive_into(landing.groups(), seed)
-            return Arrival(landing.commit, found, decode_trailer(stream.receive_bytes(TRAILER_BYTES)))
+            payload, commit = landing_for(self._memory, self._arena, destination, seed)
+            stream.receive_into(payload.batches)
+            told = decode_trailer(stream.receive_bytes(TRAILER_BYTES))
+            return Arrival(commit, payload.checksum(), told)
 
         return self._grants.settle(visit, arrive)

@@ -5,7 +5,7 @@ from functools import partial
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.ids import Incarnation, WorkerId
-from disagg.kvcache.memory import Memory
+from disagg.kvcache.memory import MappableMemory, Memory
 from disagg.transport.api import Post
 from disagg.transport.link import Link, LinkLimits, Target
 from disagg.transport.link_sender import LinkSender
@@ -29,12 +29,16 @@ class TcpSender(LinkSender):
         config: TcpSenderConfig | None = None,
         *,
         tls: ssl.SSLContext | None = None,
+        arena: MappableMemory | None = None,
     ) -> None:
-        """With `tls`, a context for the dialling end, every connection is encrypted and both ends prove themselves."""
+        """With `tls`, a context for the dialling end, every connection is encrypted and both ends prove themselves.
+
+        `arena`: what the first bytes of `memory` are, where it is host memory; found out where it is not given.
+        """
         self._config = config or TcpSenderConfig()
         lanes, limit_s = self._config.num_lanes, self._config.close_timeout_s
         name = f"disagg-tcp-cancel-{worker_id}"
-        super().__init__(memory, post, num_lanes=lanes, close_timeout_s=limit_s, name=name)
+        super().__init__(memory, post, arena, num_lanes=lanes, close_timeout_s=limit_s, name=name)
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._tls = tls
@@ -74,6 +78,7 @@ class TcpSender(LinkSender):
                 who=self._introduction(target.incarnation),
                 lane=lane,
                 memory=self._memory,
+                source=self._source,
                 config=config,
                 watch=self._watch,
                 tls=self._tls,

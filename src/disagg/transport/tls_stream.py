@@ -58,12 +58,17 @@ class TlsStream(Stream):
         return True
 
     def _send_all(self, views: Sequence[memoryview], flags: int) -> None:
+        num_sealed = 0
         for view in views:
             for start in range(0, view.nbytes, MAX_SEALED_BYTES):
                 part = view[start : start + MAX_SEALED_BYTES]
                 with self._turn:
                     self._tls.write(part)  # into memory: takes all of it at once
-                self._flush(flags)
+                num_sealed += part.nbytes
+                if num_sealed >= MAX_SEALED_BYTES:
+                    self._flush(flags)
+                    num_sealed = 0
+        self._flush(flags)
 
     def _fill(self, views: list[memoryview], may_be_silent: Callable[[], bool] = lambda: False) -> None:
         views = [view for view in views if view.nbytes]

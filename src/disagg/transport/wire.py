@@ -23,14 +23,13 @@ import msgspec
 
 from disagg.core.errors import ProtocolViolation
 from disagg.core.ids import Incarnation, WorkerId
-from disagg.kvcache.memory import Segment
 from disagg.transport.capability import NAME_BYTES, NONCE_BYTES, PROOF_BYTES
 
 MAGIC = b"DgKV"
-VERSION = 2
+VERSION = 3
 
 MAX_HELLO_BYTES = 2048
-MAX_HEADER_BYTES = 1 << 20  # about 80,000 segments
+MAX_HEADER_BYTES = 1 << 20  # about 65,000 segments
 MAX_ACK_BYTES = 4096
 MAX_CHALLENGE_BYTES = 64
 MAX_KEY_BYTES = 256
@@ -101,7 +100,7 @@ class FrameHeader(msgspec.Struct, frozen=True, array_like=True):
     name: _Name  # of the grant; PROBE for bytes that only measure
     number: _Count
     tag: Annotated[bytes, msgspec.Meta(max_length=MAX_TAG_BYTES)]
-    destination: tuple[Segment, ...]
+    destination: bytes  # segments, as SegmentArray packs them
     num_bytes: _Count
     proof: _Proof
 

@@ -184,7 +184,8 @@ def _movers(
 
     def tcp(post: Post) -> Mover:
         lanes = TcpSenderConfig(num_lanes=config.data_connections)
-        sender = TcpSender(name, incarnation, reads, post, lanes, tls=keys.dialling if keys else None)
+        tls = keys.dialling if keys else None
+        sender = TcpSender(name, incarnation, reads, post, lanes, tls=tls, arena=shared)
         receiver = TcpReceiver(lands_in, incarnation, post, host=config.host, tls=keys.accepting if keys else None)
         return Mover(sender, receiver, memory.outgoing, sender.measure, receiver.refused)
 

@@ -15,10 +15,11 @@ from tests.unit.transport.relays import MessageRelay, Relay
 
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
-from disagg.testing.memory import BytesLanding, BytesMemory, StagedLanding
+from disagg.testing.memory import BytesLanding, BytesMemory, SealedBytesMemory, StagedLanding
 from disagg.transport.api import Receiver, Sender, TransportEvent, Write
 from disagg.transport.capability import frame_proof, grant_name, hello_proof
 from disagg.transport.link_sender import LinkSender
+from disagg.transport.segments import SegmentArray
 from disagg.transport.shared_memory_receiver import SharedMemoryReceiver
 from disagg.transport.tcp_connection import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
@@ -182,7 +183,7 @@ def greet(sock: socket.socket, receiver: TcpReceiver, *, sender: WorkerId = RAW,
 
 def raw_header(key: bytes, nonce: bytes, number: int, destination: tuple[Segment, ...], num_bytes: int) -> FrameHeader:
     proof = frame_proof(key, nonce, number)
-    return FrameHeader(grant_name(key), number, b"", destination, num_bytes, proof)
+    return FrameHeader(grant_name(key), number, b"", SegmentArray.of(destination).pack(), num_bytes, proof)
 
 
 @contextmanager
@@ -278,13 +279,17 @@ class TcpRig(LinkRig):
         server_tls: ssl.SSLContext | None = None,
         *,
         num_lanes: int = 1,
+        is_mappable: bool = False,
     ) -> None:
+        """is_mappable: both arenas are such as a worker in host memory has."""
         self.num_lanes = num_lanes
         self.is_encrypted = client_tls is not None
         self.client_tls, self.server_tls = client_tls, server_tls
         self.source = BytesMemory(data=pattern(ARENA_BYTES))
         self.gated = GatedMemory(ARENA_BYTES)
         self.target = self.gated
+        if is_mappable:
+            self.source, self.target = SealedBytesMemory(data=pattern(ARENA_BYTES)), SealedBytesMemory(ARENA_BYTES)
         super().__init__()
 
     def _make_receiver(self, incarnation: Incarnation) -> TcpReceiver:

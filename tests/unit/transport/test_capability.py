@@ -33,6 +33,7 @@ from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory
 from disagg.transport.api import ConnectionLost, WriteFinished, WriteLanded
 from disagg.transport.capability import SECRET_BYTES, frame_proof, grant_name, hello_proof, pairing_token
+from disagg.transport.segments import SegmentArray
 from disagg.transport.tcp_connection import TcpSenderConfig
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
@@ -40,6 +41,7 @@ from disagg.transport.wire import FrameHeader, Item, checksum_of, encode, encode
 
 KEY = b"the destination's secret words"
 RUN = (Segment(0, 1000),)
+PACKED = SegmentArray.of(RUN).pack()
 
 
 def frame(header: FrameHeader, payload: bytes) -> bytes:
@@ -57,7 +59,7 @@ def test_a_frame_without_the_grants_key_lands_nothing_and_is_counted(tcp: TcpRig
     with dialled(tcp.receiver) as sock:
         nonce = greet(sock, tcp.receiver)
         good = raw_header(KEY, nonce, 0, RUN, 1000)
-        forged = FrameHeader(grant_name(KEY), 0, b"", RUN, 1000, frame_proof(b"a guess", nonce, 0))
+        forged = FrameHeader(grant_name(KEY), 0, b"", PACKED, 1000, frame_proof(b"a guess", nonce, 0))
         assert "not granted" in (push(sock, forged) or "")
         assert "not granted" in (push(sock, raw_header(b"unknown", nonce, 0, RUN, 1000)) or "")
         assert tcp.landed.of(WriteLanded) == []
@@ -80,7 +82,7 @@ def test_a_proof_is_for_one_write_only(tcp: TcpRig) -> None:
     tcp.receiver.grant(RAW, KEY, RUN)
     with dialled(tcp.receiver) as sock:
         nonce = greet(sock, tcp.receiver)
-        moved = FrameHeader(grant_name(KEY), 1, b"", RUN, 1000, frame_proof(KEY, nonce, 0))
+        moved = FrameHeader(grant_name(KEY), 1, b"", PACKED, 1000, frame_proof(KEY, nonce, 0))
         assert "not granted" in (push(sock, moved) or "")
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import random
 import signal
 import struct
 import subprocess
@@ -32,13 +33,15 @@ from tests.unit.transport.rigs import (
     write_of,
 )
 
+from disagg.channel.keys import Keys
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import InternalFault
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
-from disagg.testing.memory import BytesMemory
+from disagg.testing.memory import BytesMemory, SealedBytesMemory
 from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded
 from disagg.transport.capability import grant_name
+from disagg.transport.segments import SegmentArray
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.transport.wire import (
@@ -58,6 +61,10 @@ KEY = b"key-0"
 BIG = (Segment(0, 256 << 10),)
 WHOLE = (Segment(0, ARENA_BYTES),)
 STRANGER = Hello(RAW, Incarnation(1), Incarnation(404), True, 0, NO_PROOF)
+
+
+def packed(length: int) -> bytes:
+    return SegmentArray.of([Segment(0, length)]).pack()
 
 
 def assert_still_serves(rig: TcpRig, number: int) -> None:
@@ -106,11 +113,20 @@ def test_checksums_at_one_end_only_are_refused(tcp: TcpRig) -> None:
         struct.pack("!4sHHII", MAGIC, VERSION, 3, 2**32 - 1, 0),
         struct.pack("!4sHHII", MAGIC, VERSION, 3, MAX_HEADER_BYTES + 1, 0),
         b"\x93noise" * 12,
-        encode(Item.FRAME, FrameHeader(b"k" * 300, 0, b"", (), 0, NO_PROOF)),
-        encode(Item.FRAME, FrameHeader(grant_name(KEY), 0, b"", (Segment(0, 2**60),), 2**60, NO_PROOF)),
-        encode(Item.FRAME, FrameHeader(grant_name(KEY), 0, b"", (Segment(0, 5),), 2**60, NO_PROOF)),
+        encode(Item.FRAME, FrameHeader(b"k" * 300, 0, b"", b"", 0, NO_PROOF)),
+        encode(Item.FRAME, FrameHeader(grant_name(KEY), 0, b"", packed(2**60), 2**60, NO_PROOF)),
+        encode(Item.FRAME, FrameHeader(grant_name(KEY), 0, b"", packed(5), 2**60, NO_PROOF)),
+        encode(Item.FRAME, FrameHeader(grant_name(KEY), 0, b"", bytes(17), 0, NO_PROOF)),
     ],
-    ids=["4 GiB header", "long header", "noise", "long key", "absurd payload", "absurd unequal payload"],
+    ids=[
+        "4 GiB header",
+        "long header",
+        "noise",
+        "long key",
+        "absurd payload",
+        "absurd unequal payload",
+        "cut segments",
+    ],
 )
 def test_a_bad_frame_closes_its_connection_only(tcp: TcpRig, sent: bytes) -> None:
     tcp.receiver.grant(PREFILL, KEY, BIG)
@@ -256,3 +272,32 @@ def test_ipv6_loopback_works_where_there_is_one() -> None:
 
 def _checksum(payload: bytes, head: bytes) -> int:
     return xxhash.xxh3_64_intdigest(payload, seed=zlib.crc32(head[PREFIX_BYTES:]))
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "tls"])
+def test_many_short_runs_between_two_mapped_arenas_arrive_and_damage_is_noticed(keys: Keys, is_encrypted: bool) -> None:
+    tls = (keys.dialling, keys.accepting) if is_encrypted else (None, None)
+    rig = TcpRig(*tls, is_mappable=True)
+    run, rng = 3 << 10, random.Random(4)
+    source, destination = (
+        tuple(Segment(place * run, run) for place in rng.sample(range(ARENA_BYTES // run), 200)) for _ in range(2)
+    )
+    rig.receiver.grant(PREFILL, KEY, destination)
+    rig.sender.write(write_of(KEY, 0, source, destination))
+    assert rig.sent.wait(WriteFinished)[0].failure is None
+    assert rig.target.read(destination) == rig.source.read(source)
+    assert rig.target.num_commits == 1
+    untouched = SealedBytesMemory(ARENA_BYTES)
+    for segment in destination:
+        untouched.fill(segment, rig.target.read((segment,)))
+    assert rig.target.read(WHOLE) == untouched.read(WHOLE)
+    rig.relay.flip_ahead(300_000)  # past the header
+    rig.sender.write(write_of(KEY, 1, source, destination))
+    failure = rig.sent.wait(WriteFinished, 2)[1].failure
+    assert failure is not None
+    assert is_encrypted or "checksum" in failure
+    rig.sender.write(write_of(KEY, 1, source, destination))
+    assert rig.sent.wait(WriteFinished, 3)[2].failure is None
+    assert rig.target.num_commits == 2
+    rig.check_invariants()
+    rig.close()

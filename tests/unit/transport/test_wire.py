@@ -15,6 +15,7 @@ from disagg.core.errors import ProtocolViolation
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory
 from disagg.transport.api import WriteLanded
+from disagg.transport.segments import SegmentArray
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.wire import (
     MAX_HEADER_BYTES,
@@ -34,7 +35,8 @@ from disagg.transport.wire import (
 
 Body = TypeVar("Body", Hello, Welcome, FrameHeader, Ack)
 
-segments = st.lists(st.builds(Segment, st.integers(0, 2**63), st.integers(0, 2**40)), max_size=6).map(tuple)
+runs = st.lists(st.builds(Segment, st.integers(0, 2**63 - 1), st.integers(0, 2**40)), max_size=6)
+segments = runs.map(lambda found: SegmentArray.of(found).pack())
 counts = st.integers(0, 2**63 - 1)
 names = st.binary(min_size=16, max_size=16)
 proofs = st.binary(min_size=32, max_size=32)

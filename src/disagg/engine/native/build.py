@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
-SOURCES = Path(__file__).parent
 COMMON = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mprefer-vector-width=512")
@@ -32,8 +32,20 @@ OBJECTS = {
 TIMEOUT_S = 300.0
 
 
+class Library(NamedTuple):
+    """What is compiled into one file: sources of one folder, each with its own flags besides the common ones."""
+
+    name: str
+    folder: Path
+    common: tuple[str, ...]
+    objects: dict[str, tuple[str, tuple[str, ...]]]
+
+
+KERNELS = Library("kernels", Path(__file__).parent, COMMON, OBJECTS)
+
+
 class BuildError(Exception):
-    """The kernels cannot be compiled here; the text says why."""
+    """A library cannot be compiled here; the text says why."""
 
 
 def cache_folder() -> Path:
@@ -42,46 +54,47 @@ def cache_folder() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "disagg" / "native"
 
 
-def build(folder: Path | None = None) -> Path:
+def build(folder: Path | None = None, library: Library = KERNELS) -> Path:
     """The compiled library, made now if it is not there yet. Raises BuildError."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        raise BuildError(f"the kernels are written for x86-64 processors, this is {platform.machine()}")
+        raise BuildError(f"the {library.name} are written for x86-64 processors, this is {platform.machine()}")
     folder = folder or cache_folder()
-    library = folder / f"kernels-{_fingerprint()}.so"
-    if library.is_file():
-        return library
+    made = folder / f"{library.name}-{_fingerprint(library)}.so"
+    if made.is_file():
+        return made
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise BuildError("no C++ compiler was found (g++ or clang++; another by CXX=...)")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "lock").open("w") as lock:
+        with (folder / f"{library.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # several workers start at once: one compiles
-            if not library.is_file():
-                _compile(compiler, library)
+            if not made.is_file():
+                _compile(compiler, library, made)
     except OSError as error:
         raise BuildError(f"{folder} cannot be written: {error.strerror or error}") from error
-    return library
+    return made
 
 
-def _fingerprint() -> str:
-    digest = hashlib.sha256(repr((COMMON, OBJECTS)).encode())
-    for path in sorted(SOURCES.glob("*.cpp")) + sorted(SOURCES.glob("*.h")):
+def _fingerprint(library: Library) -> str:
+    digest = hashlib.sha256(repr((library.common, library.objects)).encode())
+    for path in sorted(library.folder.glob("*.cpp")) + sorted(library.folder.glob("*.h")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _compile(compiler: str, library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+def _compile(compiler: str, library: Library, made: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=made.parent) as scratch:
         running = []
-        for name, (source, flags) in OBJECTS.items():
-            running.append(_start([compiler, *COMMON, *flags, "-c", str(SOURCES / source), "-o", f"{scratch}/{name}"]))
+        for name, (source, flags) in library.objects.items():
+            command = [compiler, *library.common, *flags, "-c", str(library.folder / source)]
+            running.append(_start([*command, "-o", f"{scratch}/{name}"]))
         for process in running:
             _finish(process, compiler)
-        made = f"{scratch}/kernels.so"
-        objects = [f"{scratch}/{name}" for name in OBJECTS]
-        _finish(_start([compiler, "-shared", "-fopenmp", *objects, "-o", made]), compiler)
-        os.replace(made, library)  # whoever looks sees all of it or nothing
+        linked = f"{scratch}/linked.so"
+        objects = [f"{scratch}/{name}" for name in library.objects]
+        _finish(_start([compiler, "-shared", *library.common, *objects, "-o", linked]), compiler)
+        os.replace(linked, made)  # whoever looks sees all of it or nothing
 
 
 def _start(command: list[str]) -> subprocess.Popen[bytes]:

@@ -1,0 +1,126 @@
+"""Many short runs of an arena, moved by way of a window in cache by compiled code that sums them in the same pass.
+
+    windows = windows_of(arena, runs, seed)     None where runs are better taken one by one, or nothing can be compiled
+
+Bytes on the wire and their sum are the same either way. Calls let other threads run.
+
+    packed      memory of one window: runs are gathered into it, or scattered from it
+    window      runs that follow each other, WINDOW_BYTES together; longer ones are cut
+"""
+
+import ctypes
+import logging
+from collections.abc import Iterator, Sequence
+from ctypes import c_int, c_int64, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from disagg.engine.native.build import BuildError, Library, build
+from disagg.kvcache.memory import Segment
+from disagg.transport.runs import LONG_RUN_BYTES, WINDOW_BYTES, Bytes
+from disagg.transport.segments import SegmentArray
+
+_log = logging.getLogger(__name__)
+
+MIN_RUNS = 16  # fewer cost less one by one
+MIN_BYTES = 241  # shorter inputs have another form of XXH3
+
+_SOURCES = Path(__file__).parent / "native"
+RUNS = Library(
+    "runs", _SOURCES, ("-O3", "-std=c++17", "-fPIC", "-Wno-maybe-uninitialized"), {"runs.o": ("runs.cpp", ())}
+)
+_RUNS = [c_void_p, c_void_p, c_int64]  # offsets, lengths, how many
+_SIGNATURES = {
+    "disagg_runs_work": ([], c_int),
+    "disagg_sum_bytes": ([], c_int64),
+    "disagg_sum_begin": ([c_void_p, c_uint64], None),
+    "disagg_sum_end": ([c_void_p], c_uint64),
+    "disagg_gather_runs": ([c_void_p, c_void_p, *_RUNS, c_void_p], None),
+    "disagg_scatter_runs": ([c_void_p, c_void_p, c_void_p, *_RUNS], None),
+}
+
+_Ints = npt.NDArray[np.int64]
+
+
+@cache
+def load_runs() -> ctypes.CDLL | None:
+    """The compiled code, compiled first if need be. None, with the reason in the log, where it cannot be had."""
+    try:
+        library = ctypes.CDLL(str(build(library=RUNS)))
+    except (BuildError, OSError) as error:
+        _log.warning("short runs are sent one by one, which is slower: %s", error)
+        return None
+    for name, (arguments, result) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+    if not library.disagg_runs_work():
+        _log.warning("short runs are sent one by one, which is slower: this processor has no AVX2")
+        return None
+    return library
+
+
+def windows_of(arena: Bytes, runs: Sequence[Segment], seed: int | None) -> "RunWindows | None":
+    """None also where runs leave the arena. With seed None nothing is summed."""
+    if len(runs) < MIN_RUNS:
+        return None
+    offsets, lengths = SegmentArray.of(runs).columns()
+    num_bytes = int(lengths.sum())
+    if num_bytes < MIN_BYTES or num_bytes >= len(lengths) * LONG_RUN_BYTES:
+        return None
+    if int(offsets.min()) < 0 or int((offsets + lengths).max()) > arena.nbytes:
+        return None
+    library = load_runs()
+    return None if library is None else RunWindows(library, arena, offsets, lengths, seed)
+
+
+class RunWindows:
+    """The bytes of some runs, window by window, once; and the XXH3 of them all."""
+
+    def __init__(self, library: ctypes.CDLL, arena: Bytes, offsets: _Ints, lengths: _Ints, seed: int | None) -> None:
+        """offsets, lengths [number]: all within the arena, none empty."""
+        self._library = library
+        self._arena = arena
+        self._offsets, self._lengths = _cut(offsets, lengths)
+        self._packed = np.empty(min(WINDOW_BYTES, int(lengths.sum())), np.uint8)
+        self._state: ctypes.Array[ctypes.c_char] | None = None
+        if seed is not None:
+            self._state = ctypes.create_string_buffer(int(library.disagg_sum_bytes()))
+            library.disagg_sum_begin(self._state, seed)
+
+    def gathered(self) -> Iterator[Sequence[memoryview]]:
+        """Each window is overwritten by the next."""
+        for offsets, lengths, packed in self._windows():
+            runs = offsets.ctypes.data, lengths.ctypes.data, len(lengths)
+            self._library.disagg_gather_runs(self._state, self._arena.ctypes.data, *runs, packed.ctypes.data)
+            yield (packed.data,)
+
+    def scattered(self) -> Iterator[Sequence[memoryview]]:
+        """Windows to be filled; each is put in place when the next is asked for."""
+        for offsets, lengths, packed in self._windows():
+            yield (packed.data,)
+            runs = offsets.ctypes.data, lengths.ctypes.data, len(lengths)
+            self._library.disagg_scatter_runs(self._state, packed.ctypes.data, self._arena.ctypes.data, *runs)
+
+    def checksum(self) -> int:
+        """Of the windows so far; 0 where nothing is summed."""
+        return 0 if self._state is None else int(self._library.disagg_sum_end(self._state))
+
+    def _windows(self) -> Iterator[tuple[_Ints, _Ints, Bytes]]:
+        ends = np.cumsum(self._lengths)
+        at = done = 0
+        while at < len(ends):
+            stop = int(np.searchsorted(ends, done + WINDOW_BYTES, side="right"))
+            yield self._offsets[at:stop], self._lengths[at:stop], self._packed[: int(ends[stop - 1]) - done]
+            at, done = stop, int(ends[stop - 1])
+
+
+def _cut(offsets: _Ints, lengths: _Ints) -> tuple[_Ints, _Ints]:
+    """The same bytes, no run longer than a window; each array of its own memory, without gaps."""
+    if int(lengths.max()) <= WINDOW_BYTES:
+        return np.ascontiguousarray(offsets), np.ascontiguousarray(lengths)
+    counts = -(-lengths // WINDOW_BYTES)
+    within = (np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)) * WINDOW_BYTES
+    return np.repeat(offsets, counts) + within, np.minimum(np.repeat(lengths, counts) - within, WINDOW_BYTES)
