@@ -1,14 +1,17 @@
-"""What a scrape of ours says: totals, rises between two looks, quantiles. Only families that are asked for are read."""
+"""What a scrape of ours says: totals, rises between two looks, quantiles.
+
+A scrape is long and most of it is not asked for: it is cut into families first, and only wanted ones are read further.
+"""
 
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from disagg.telemetry.metrics import Metric
 
+_FAMILY = "# HELP "  # what each begins with
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(r"\\(.)")
-_SUFFIXES = ("_bucket", "_count", "_sum")
 
 Labels = Mapping[str, str]
 
@@ -21,9 +24,13 @@ class Reading:
         self._values = values
         self._labels = labels
 
+    def series(self, metric: Metric) -> list[tuple[Labels, float]]:
+        """Each with its labels; of a histogram there are none under its own name."""
+        return self._series(metric.name, {})
+
     def total(self, metric: Metric, **wanted: str) -> float:
         """Sum over the series that carry these labels; 0.0 when there are none."""
-        return sum(value for _, value in self._series(metric.name, wanted))
+        return sum([value for _, value in self._series(metric.name, wanted)])
 
     def by(self, metric: Metric, label: str, **wanted: str) -> dict[str, float]:
         """Sums by the value of one label."""
@@ -33,8 +40,8 @@ class Reading:
             found[key] = found.get(key, 0.0) + value
         return found
 
-    def quantile(self, metric: Metric, share: float) -> float | None:
-        """Of a histogram, all its series together, linear within a bucket. None when nothing was observed.
+    def quantiles(self, metric: Metric, shares: Sequence[float]) -> list[float]:
+        """Of a histogram, all its series together, linear within a bucket. Empty when nothing was observed.
 
         What lies above the last bound counts as the last bound.
         """
@@ -42,53 +49,59 @@ class Reading:
         for labels, value in self._series(metric.name + "_bucket", {}):
             edge = float(labels.get("le", "inf"))
             by_edge[edge] = by_edge.get(edge, 0.0) + value
-        edges = sorted(by_edge)
-        if not edges or by_edge[edges[-1]] <= 0:
-            return None
-        rank = share * by_edge[edges[-1]]
-        low, below = 0.0, 0.0
-        for edge in edges:
-            if by_edge[edge] >= rank:
-                within = by_edge[edge] - below
-                return low if edge == float("inf") else low + (edge - low) * ((rank - below) / within if within else 1)
-            low, below = edge, by_edge[edge]
-        return low
+        buckets = sorted(by_edge.items())
+        if not buckets or buckets[-1][1] <= 0:
+            return []
+        return [_quantile(buckets, share) for share in shares]
 
     def since(self, before: "Reading") -> "Reading":
         """What has been added. A total that fell is of a new process, which began at 0."""
         risen: dict[str, dict[str, float]] = {}
         for name, series in self._values.items():
             known = before._values.get(name, {})
-            olds = ((text, value, known.get(text, 0.0)) for text, value in series.items())
-            risen[name] = {text: value - old if value >= old else value for text, value, old in olds}
+            risen[name] = {
+                text: value - old if value >= (old := known.get(text, 0.0)) else value for text, value in series.items()
+            }
         return Reading(risen, self._labels)
 
     def _series(self, name: str, wanted: Labels) -> list[tuple[Labels, float]]:
-        return [
-            (self._labels[text], value)
-            for text, value in self._values.get(name, {}).items()
-            if wanted.items() <= self._labels[text].items()
-        ]
+        every, series = self._labels, self._values.get(name, {})
+        if not wanted:
+            return [(every[text], value) for text, value in series.items()]
+        items = wanted.items()
+        return [(every[text], value) for text, value in series.items() if items <= every[text].items()]
+
+
+def _quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
+    """buckets: (upper bound, how many are not above it), ascending."""
+    rank = share * buckets[-1][1]
+    low, below = 0.0, 0.0
+    for edge, count in buckets:
+        if count >= rank:
+            within = count - below
+            return low if edge == float("inf") else low + (edge - low) * ((rank - below) / within if within else 1)
+        low, below = edge, count
+    return low
 
 
 def read(text: str, metrics: Collection[Metric]) -> Reading:
-    """The families of these metrics. Lines that are none of them, or no lines of this format, are left out."""
-    names = {metric.name for metric in metrics}
-    names |= {metric.name + suffix for metric in metrics if metric.buckets for suffix in _SUFFIXES}
+    """The families of these metrics, each of which begins with its help. Lines without a number are left out."""
+    wanted = {metric.name for metric in metrics}
     values: dict[str, dict[str, float]] = {}
     labels: dict[str, Labels] = {}
-    for line in text.splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        if name not in names:
+    for family in text.removeprefix(_FAMILY).split("\n" + _FAMILY):
+        if family[: family.find(" ")] not in wanted:
             continue
-        rest, _, number = line[len(name) :].rpartition(" ")
-        inner = rest.strip().removeprefix("{").removesuffix("}")
-        try:
-            values.setdefault(name, {})[inner] = float(number)
-        except ValueError:
-            continue
-        if inner not in labels:
-            labels[inner] = _labels(inner)
+        for line in family.split("\n")[2:]:  # behind its help and its type
+            series, _, number = line.rpartition(" ")
+            name, _, inner = series.partition("{")
+            inner = inner[:-1]  # without the other brace
+            try:
+                values.setdefault(name, {})[inner] = float(number)
+            except ValueError:
+                continue
+            if inner not in labels:
+                labels[inner] = _labels(inner)
     return Reading(values, labels)
 
 
