@@ -1,8 +1,11 @@
 """The HTTP server of a router process: uvicorn without its own signal handling, since stopping is ours."""
 
+import asyncio
 import contextlib
 import resource
+import socket
 from collections.abc import Generator
+from functools import partial
 
 import msgspec
 import uvicorn
@@ -26,6 +29,7 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self, app: ASGIApp, limits: ConnectionLimits = DEFAULT_CONNECTION_LIMITS, tls: TlsFiles | None = None
     ) -> None:
+        self._limits = limits
         super().__init__(
             uvicorn.Config(
                 app,
@@ -42,6 +46,26 @@ class HttpServer(uvicorn.Server):
                 ssl_keyfile=tls.key if tls is not None else None,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Over TLS with its deadlines, which uvicorn leaves at a minute for a handshake and half a minute for a goodbye."""
+        config = self.config
+        if config.ssl is None:
+            await super().startup(sockets)
+            return
+        connection = partial(config.http_protocol_class, config, self.server_state, self.lifespan.state)
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                connection,
+                sock=each,
+                ssl=config.ssl,
+                backlog=config.backlog,
+                ssl_handshake_timeout=self._limits.header_timeout_s,
+                ssl_shutdown_timeout=self._limits.write_timeout_s,  # what it has not read yet goes out before
+            )
+            for each in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
