@@ -113,9 +113,7 @@ class _Connection(asyncio.Protocol):
 class HttpClient:
     """Connections to one server. For one event loop; use as an async context manager."""
 
-    def __init__(
-        self, url: str, headers: Mapping[str, str] | None = None, tls: ssl.SSLContext | None = None
-    ) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None, tls: ssl.SSLContext | None = None) -> None:
         """url: scheme, host and port; a path before the API's own is kept. Raises ConfigurationError.
 
         tls: for https; without one the server must be known to the system's authorities.

@@ -1,7 +1,7 @@
 """What `disagg top` shows, as lines of text. Looks in, lines out: reads no clock and no terminal.
 
 Totals become rates, and histograms percentiles, between an earlier look and the last one; before there is an earlier
-one, rates are unknown and percentiles are of everything so far. A picture that is too wide loses whole columns, and says
+one, rates are unknown and percentiles are of everything so far. A picture that is too wide loses whole columns and says
 which: a number that is cut off would be another number.
 """
 
@@ -197,9 +197,7 @@ def _wrapped(start: str, items: Sequence[str], width: int) -> list[str]:
 
 def _rows(span: _Span, now: Look) -> list[tuple[str, ...]]:
     """A row for each worker, by role and name."""
-    busy, read, written = map(
-        span.by_worker, (table.STEP_SECONDS, table.PROMPT_TOKENS_COMPUTED, table.OUTPUT_TOKENS)
-    )
+    busy, read, written = map(span.by_worker, (table.STEP_SECONDS, table.PROMPT_TOKENS_COMPUTED, table.OUTPUT_TOKENS))
     links: dict[str, list[float]] = {}
     for labels, bytes_per_s in now.reading.series(table.LINK_BANDWIDTH):
         links.setdefault(labels.get("worker", ""), []).append(bytes_per_s)

@@ -48,7 +48,7 @@ class HttpServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Over TLS with its deadlines, which uvicorn leaves at a minute for a handshake and half a minute for a goodbye."""
+        """TLS keeps our deadlines; uvicorn leaves it a minute for a handshake and half of one for a goodbye."""
         config = self.config
         if config.ssl is None:
             await super().startup(sockets)

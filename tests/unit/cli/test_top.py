@@ -107,7 +107,7 @@ def test_an_empty_cluster_says_so() -> None:
 def test_a_router_that_is_away_is_said_with_why_and_with_the_age_of_what_is_shown() -> None:
     title, line = absent(URL, Away("nobody listens there"), None)
     assert title == Line("no router answers at http://h:1", is_title=True)
-    assert line.text.split("   ")[-2:] == ["nobody listens there", "still asking, Ctrl-C ends this"]
+    assert line.text.strip() == "nobody listens there   still asking, Ctrl-C ends this"
     assert "the last answer is 1 min 12 s old" in absent(URL, Away(""), 72.3)[1].text
 
 
@@ -141,7 +141,7 @@ def test_a_line_is_no_wider_than_the_terminal_and_steers_nothing() -> None:
     assert drawn(Line("abcd", is_title=True), 3) == "\x1b[1mab\N{HORIZONTAL ELLIPSIS}\x1b[0m"
     assert drawn(Line("\u6f22\u5b57"), 4) == "\u6f22\u5b57"
     assert drawn(Line("\u6f22\u5b57"), 3) == "\u6f22\N{HORIZONTAL ELLIPSIS}"
-    assert "\x1b" not in drawn(Line("a\x1b[2Jb\rc\nd"), 12)
+    assert "\x1b" not in drawn(Line("a\x1b[2Jb\rc\nd"), 10)
 
 
 def test_the_screen_is_drawn_whole_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,7 @@ LIMITS = ConnectionLimits(header_timeout_s=0.3, write_timeout_s=0.3, keep_alive_
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
 
 
-def served(
-    site: Site, limits: ConnectionLimits = LIMITS, tls: Tls | None = None
-) -> AbstractAsyncContextManager[int]:
+def served(site: Site, limits: ConnectionLimits = LIMITS, tls: Tls | None = None) -> AbstractAsyncContextManager[int]:
     return listening(site.app, limits, tls.files if tls else None)
 
 
