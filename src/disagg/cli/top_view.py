@@ -113,11 +113,11 @@ def picture(before: Look | None, now: Look, url: str, width: int = NO_LIMIT) -> 
     """The whole screen; workers last, one line each. width: in cells."""
     span = _Span(before, now)
     rows, unseen = _aligned([_COLUMNS, *_rows(span, now)], width)
-    hint = f"a wider terminal shows {', '.join(unseen)}" if unseen else ""
+    hint = _wrapped("a wider terminal shows ", unseen, width) if unseen else [""]
     return [
         *(Line(text, is_title=True) for text in _wrapped("", _headline(now, url), width)),
         *(Line(text) for title, items in _summary(span, now) for text in _wrapped(f"{title:{_INDENT}}", items, width)),
-        Line(hint),
+        *(Line(text) for text in hint),
         Line(rows[0], is_title=True),
         *(Line(text) for text in rows[1:] or ["no worker is connected"]),
     ]
