@@ -234,7 +234,7 @@ def _row(worker: WorkerView, busy: Rate, read: Rate, written: Rate, links: Seque
 
 def _aligned(cells: Sequence[Sequence[str]], width: int) -> tuple[list[str], list[str]]:
     """Columns two blanks apart, words to the left, numbers to the right; and those that had to be left out."""
-    widths = {name: max(map(cell_len, column)) for name, column in zip(_COLUMNS, zip(*cells, strict=True), strict=True)}
+    widths = {name: max(map(len, column)) for name, column in zip(_COLUMNS, zip(*cells, strict=True), strict=True)}
     unseen: list[str] = []
     for name in _SPARED:
         if sum(widths.values()) + 2 * (len(widths) - 1) <= width:
@@ -242,13 +242,11 @@ def _aligned(cells: Sequence[Sequence[str]], width: int) -> tuple[list[str], lis
         unseen.append(name)
         del widths[name]
     shown = [(place, widths[name], name in _LEFT) for place, name in enumerate(_COLUMNS) if name in widths]
-    lines = ["  ".join([_padded(row[place], room, left) for place, room, left in shown]).rstrip() for row in cells]
+    lines = [
+        "  ".join([row[place].ljust(room) if left else row[place].rjust(room) for place, room, left in shown]).rstrip()
+        for row in cells
+    ]
     return lines, [name for name in _COLUMNS if name in unseen]
-
-
-def _padded(text: str, width: int, is_left: bool) -> str:
-    blanks = " " * (width - cell_len(text))
-    return text + blanks if is_left else blanks + text
 
 
 def _bar(used: int, total: int) -> str:

@@ -19,23 +19,22 @@ Labels = Mapping[str, str]
 class Reading:
     """Some families of one scrape, or what they rose by between two."""
 
-    def __init__(self, values: Mapping[str, Mapping[str, float]], labels: Mapping[str, Labels]) -> None:
-        """values: by name, then by the text between the braces; labels: by that text."""
+    def __init__(self, values: Mapping[str, Mapping[str, float]]) -> None:
+        """values: by the family's name, then by series, as the scrape writes them."""
         self._values = values
-        self._labels = labels
 
     def series(self, metric: Metric) -> list[tuple[Labels, float]]:
-        """Each with its labels; of a histogram there are none under its own name."""
-        return self._series(metric.name, {})
+        """Each with its labels."""
+        return self._series(metric, {})
 
     def total(self, metric: Metric, **wanted: str) -> float:
         """Sum over the series that carry these labels; 0.0 when there are none."""
-        return sum([value for _, value in self._series(metric.name, wanted)])
+        return sum([value for _, value in self._series(metric, wanted)])
 
     def by(self, metric: Metric, label: str, **wanted: str) -> dict[str, float]:
         """Sums by the value of one label."""
         found: dict[str, float] = {}
-        for labels, value in self._series(metric.name, wanted):
+        for labels, value in self._series(metric, wanted):
             key = labels.get(label, "")
             found[key] = found.get(key, 0.0) + value
         return found
@@ -46,9 +45,10 @@ class Reading:
         What lies above the last bound counts as the last bound.
         """
         by_edge: dict[float, float] = {}
-        for labels, value in self._series(metric.name + "_bucket", {}):
-            edge = float(labels.get("le", "inf"))
-            by_edge[edge] = by_edge.get(edge, 0.0) + value
+        for labels, value in self._series(metric, {}):
+            if "le" in labels:  # one of its buckets
+                edge = float(labels["le"])
+                by_edge[edge] = by_edge.get(edge, 0.0) + value
         buckets = sorted(by_edge.items())
         if not buckets or buckets[-1][1] <= 0:
             return []
@@ -62,14 +62,11 @@ class Reading:
             risen[name] = {
                 text: value - old if value >= (old := known.get(text, 0.0)) else value for text, value in series.items()
             }
-        return Reading(risen, self._labels)
+        return Reading(risen)
 
-    def _series(self, name: str, wanted: Labels) -> list[tuple[Labels, float]]:
-        every, series = self._labels, self._values.get(name, {})
-        if not wanted:
-            return [(every[text], value) for text, value in series.items()]
-        items = wanted.items()
-        return [(every[text], value) for text, value in series.items() if items <= every[text].items()]
+    def _series(self, metric: Metric, wanted: Labels) -> list[tuple[Labels, float]]:
+        every = [(_labels(text), value) for text, value in self._values.get(metric.name, {}).items()]
+        return [each for each in every if wanted.items() <= each[0].items()] if wanted else every
 
 
 def _quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
@@ -88,26 +85,22 @@ def read(text: str, metrics: Collection[Metric]) -> Reading:
     """The families of these metrics, each of which begins with its help. Lines without a number are left out."""
     wanted = {metric.name for metric in metrics}
     values: dict[str, dict[str, float]] = {}
-    labels: dict[str, Labels] = {}
     for family in text.removeprefix(_FAMILY).split("\n" + _FAMILY):
-        if family[: family.find(" ")] not in wanted:
-            continue
-        for line in family.split("\n")[2:]:  # behind its help and its type
-            series, _, number = line.rpartition(" ")
-            name, _, inner = series.partition("{")
-            inner = inner[:-1]  # without the other brace
-            try:
-                values.setdefault(name, {})[inner] = float(number)
-            except ValueError:
-                continue
-            if inner not in labels:
-                labels[inner] = _labels(inner)
-    return Reading(values, labels)
+        name = family[: family.find(" ")]
+        if name in wanted:
+            found = values.setdefault(name, {})
+            for line in family.split("\n")[2:]:  # behind its help and its type
+                series, _, number = line.rpartition(" ")
+                try:
+                    found[series] = float(number)
+                except ValueError:
+                    continue
+    return Reading(values)
 
 
 @functools.lru_cache(maxsize=8192)  # the next look shows nearly the same series
-def _labels(inner: str) -> Labels:
-    return {key: _plain(value) for key, value in _LABEL.findall(inner)}
+def _labels(series: str) -> Labels:
+    return {key: _plain(value) for key, value in _LABEL.findall(series)}
 
 
 def _plain(value: str) -> str:
