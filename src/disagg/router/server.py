@@ -30,10 +30,11 @@ class HttpServer(uvicorn.Server):
         self, app: ASGIApp, limits: ConnectionLimits = DEFAULT_CONNECTION_LIMITS, tls: TlsFiles | None = None
     ) -> None:
         self._limits = limits
+        self._connection = connection_class(limits)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=connection_class(limits),
+                http=self._connection,
                 ws="none",
                 log_level="warning",
                 access_log=False,
@@ -53,7 +54,7 @@ class HttpServer(uvicorn.Server):
         if config.ssl is None:
             await super().startup(sockets)
             return
-        connection = partial(config.http_protocol_class, config, self.server_state, self.lifespan.state)
+        connection = partial(self._connection, config, self.server_state, self.lifespan.state)
         self.servers = [
             await asyncio.get_running_loop().create_server(
                 connection,

@@ -260,8 +260,11 @@ class _Layout:
 
     def _until(self, stage: Stage, end_s: float, worker: WorkerId = NOBODY) -> None:
         """Nothing when that is over already."""
-        if end_s > self._at_s:
-            self._add(stage, end_s - self._at_s, worker)
+        start_s = self._at_s
+        if end_s > start_s:
+            if end_s - start_s > DUST_S:
+                since_s = start_s - self._head.received_s
+                self._stages.append(TimelineStage(self._part, stage, since_s, end_s - start_s, worker))
             self._at_s = end_s
 
     def _add(self, stage: Stage, seconds: float, worker: WorkerId, num_tokens: int = 0) -> None:
