@@ -51,9 +51,13 @@ def request(**fields: object) -> bytes:
     return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
 
 
-async def is_served(port: int, tls: Tls | None = None) -> bool:
+def client_of(port: int, tls: Tls | None) -> httpx.AsyncClient:
     url, trusting = (f"https://127.0.0.1:{port}", tls.trusting) if tls else (f"http://127.0.0.1:{port}", True)
-    async with httpx.AsyncClient(base_url=url, verify=trusting, trust_env=False, timeout=DEADLINE_S) as client:
+    return httpx.AsyncClient(base_url=url, verify=trusting, trust_env=False, timeout=DEADLINE_S)
+
+
+async def is_served(port: int, tls: Tls | None) -> bool:
+    async with client_of(port, tls) as client:
         return (await client.post("/v1/completions", json={"model": "tiny", "prompt": "hi"})).status_code == 200
 
 
@@ -154,18 +158,20 @@ async def test_a_client_that_stops_reading_is_cut_off_and_its_work_ends(
         assert await is_served(port, either_scheme)
 
 
-async def test_many_bad_clients_leave_nothing(make_site: MakeSite, tokenizer: ModelTokenizer) -> None:
+async def test_many_bad_clients_leave_nothing(
+    make_site: MakeSite, tokenizer: ModelTokenizer, either_scheme: Tls | None
+) -> None:
     """Half a request, a stalled body, a stream that is left, a reset: all at once, and one good client among them."""
     site = make_site(lambda asked: Script(tokens=(tuple(tokenizer.encode("a b c")),), held_after=asked.sampling.seed))
     good: dict[str, object] = {"model": "tiny", "prompt": "hi", "seed": 100}
-    async with served(site) as port, httpx.AsyncClient(trust_env=False, timeout=DEADLINE_S) as client:
-        url = f"http://127.0.0.1:{port}/v1/completions"
+    async with served(site, tls=either_scheme) as port, client_of(port, either_scheme) as client:
+        url = "/v1/completions"
         assert (await client.post(url, json=good)).status_code == 200
         gc.collect()
         before, memory = open_descriptors(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         writers = []
         for number in range(NUM_CLIENTS):
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            _, writer = await connected(port, either_scheme)
             writer.write((HEAD, HEAD + b"\r\n{", request(stream=True, seed=1), request(seed=1))[number % 4])
             writers.append(writer)
         await until(lambda: len(site.service.streams) >= NUM_CLIENTS // 2 + 1)
