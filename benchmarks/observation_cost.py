@@ -7,7 +7,8 @@ could have, and write 50 answers a second. The router keeps no timelines, so tha
 their own: each request then asks for its timeline, which is noted, laid out and written. Under that load the sides take
 turns, in an order that changes with the rounds. The cost of a side is CPU time of the router beyond that of the side
 where nobody looks, in the same round, plus that of the watching process where it is ours. Beside it stands what the
-parts cost one by one, measured apart from the load: scrapes back to back. Shares are of one core.
+parts cost one by one, measured apart from the load: scrapes back to back, and batches of requests with and without
+timelines in turn while no worker reports. Shares are of one core.
 """
 
 import argparse
@@ -30,26 +31,23 @@ import msgspec
 
 from disagg.bench.http_client import HttpClient
 from disagg.channel.lifeline import ParentEnd
-from disagg.core.ids import WorkerId
 from disagg.modelfiles.tokenizer import load_tokenizer
-from disagg.protocol.messages import CounterValue, LinkState, WorkerState
 from disagg.router.config import decode_announcement
 from disagg.router.timing import TIMELINE_HEADER
-from disagg.telemetry.metrics import WORKER_METRICS, MetricKind
 from disagg.testing.model_files import write_tiny_llama
 from disagg.testing.processes import MarkedProcess
+from fake_fleet import REPORT_S, Fleet
 from fake_worker import LIMIT_S, MAX_CONTEXT, MODEL, FakeWorker
 from harness import cpu_use, foreign_share, heading, options, report_json, until, verdict, warn_of_others
 
 NUM_WORKERS = 10
 RATE = 50.0  # requests/s
 ANSWER_TOKENS = 16
-STEP_S = 0.02
-REPORT_S = 0.25
 TOP_INTERVAL_S = 2.0  # its default
 NUM_SCRAPES = 100  # back to back
+NUM_BATCHES, BATCH = 40, 16  # requests at once, about as many as under the load
 TARGET = 0.01  # of a core
-ALL = "scrape every 5 s and top from their parts, timelines in turns, together"
+ALL = "scrape every 5 s, top and timelines, from their parts, together"
 
 
 def cpu_s(pid: int) -> float:
@@ -59,68 +57,6 @@ def cpu_s(pid: int) -> float:
         with contextlib.suppress(OSError):
             total += int((thread / "schedstat").read_text().split()[0])
     return total / 1e9
-
-
-class Fleet:
-    """The workers: a token for every open sequence each STEP_S, a report of all counters each REPORT_S."""
-
-    def __init__(self, workers: list[FakeWorker]) -> None:
-        self._workers = workers
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._step()), asyncio.create_task(self._report())]
-
-    async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for worker in self._workers:
-            await worker.close()
-
-    async def _step(self) -> None:
-        due_s = time.perf_counter()
-        while True:
-            for worker in self._workers:
-                if worker.open:
-                    worker.step()
-                    worker.step_s.clear()
-            due_s += STEP_S
-            await until(due_s)
-
-    async def _report(self) -> None:
-        number, due_s = 0, time.perf_counter()
-        while True:
-            number += 1
-            state = full_state(number, [worker.name for worker in self._workers])
-            for worker in self._workers:
-                worker.report(state)
-            due_s += REPORT_S
-            await until(due_s)
-
-
-def full_state(number: int, peers: list[str]) -> WorkerState:
-    """A snapshot with a value for every label that a worker can count under, growing with `number`."""
-    counters = tuple(
-        CounterValue(metric.name, value, float(number * (1 + place)))
-        for metric in WORKER_METRICS
-        if metric.kind is MetricKind.COUNTER
-        for place, value in enumerate(metric.values or ("",))
-    )
-    links = tuple(LinkState(WorkerId(peer), 1e9) for peer in peers)
-    return WorkerState(
-        num_free_blocks=100,
-        num_cached_blocks=50,
-        num_held_blocks=300,
-        num_waiting=3,
-        num_running=8,
-        num_handoffs=2,
-        num_waiting_tokens=2048,
-        counters=counters,
-        step_costs=(0.01,) * 5,
-        links=links,
-        num_decoding=5,
-    )
 
 
 class Load:
@@ -138,7 +74,7 @@ class Load:
         """Until cancelled."""
         due_s = time.perf_counter()
         while True:
-            task = asyncio.create_task(self._ask())
+            task = asyncio.create_task(self.ask(self.client))
             self._open.add(task)
             task.add_done_callback(self._open.discard)
             due_s += 1 / RATE
@@ -148,9 +84,9 @@ class Load:
         async with asyncio.timeout(LIMIT_S):
             await asyncio.gather(*self._open)
 
-    async def _ask(self) -> None:
+    async def ask(self, client: HttpClient) -> None:
         try:
-            self.num_failed += await self.client.post("/v1/completions", self._body, lambda now_s, data: None) != 200
+            self.num_failed += await client.post("/v1/completions", self._body, lambda now_s, data: None) != 200
         except OSError:
             self.num_failed += 1
 
@@ -211,8 +147,11 @@ class Top:
 class Watched:
     """What the sides have to do with."""
 
-    def __init__(self, router_pid: int, client: HttpClient, timed: HttpClient, load: Load, top: Top) -> None:
+    def __init__(
+        self, router_pid: int, fleet: Fleet, client: HttpClient, timed: HttpClient, load: Load, top: Top
+    ) -> None:
         self.router_pid = router_pid
+        self.fleet = fleet
         self.load = load  # a side may ask for more with each request
         self.client = client
         self.timed = timed  # whose requests ask for their timelines
@@ -271,7 +210,7 @@ async def rounds_of(watched: Watched, num_rounds: int, window_s: float) -> list[
 
 
 async def apart(watched: Watched) -> dict[str, float]:
-    """CPU milliseconds of the router for one scrape and one look at /cluster, and of top for one picture."""
+    """CPU milliseconds of the router for a scrape, a look at /cluster and a timeline, and of top for one picture."""
     found: dict[str, float] = {}
     for path in ("/metrics", "/cluster"):
         before = cpu_s(watched.router_pid)
@@ -282,16 +221,34 @@ async def apart(watched: Watched) -> dict[str, float]:
     before, window_s = cpu_s(watched.top.pid), 5 * TOP_INTERVAL_S
     await watched.with_top(window_s)
     found["top_ms"] = 1e3 * (cpu_s(watched.top.pid) - before) * TOP_INTERVAL_S / window_s
+    found["timeline_ms"] = await timeline_ms(watched)
     return found
+
+
+async def timeline_ms(watched: Watched) -> float:
+    """CPU milliseconds of the router that a request's timeline adds to it."""
+    added: list[float] = []
+    watched.fleet.is_reporting = False
+    for number in range(NUM_BATCHES):
+        cost: dict[bool, float] = {}
+        for is_timed in (False, True) if number % 2 == 0 else (True, False):
+            client, before = watched.timed if is_timed else watched.client, cpu_s(watched.router_pid)
+            await asyncio.gather(*(watched.load.ask(client) for _ in range(BATCH)))
+            cost[is_timed] = cpu_s(watched.router_pid) - before
+        added.append(cost[True] - cost[False])
+    watched.fleet.is_reporting = True
+    return 1e3 * statistics.median(added) / BATCH
 
 
 def cost_apart(each: dict[str, float]) -> dict[str, float]:
     """Shares of a core, by side, from what the parts cost."""
-    scrape_s, cluster_s, top_s = (each[name] / 1e3 for name in ("/metrics_ms", "/cluster_ms", "top_ms"))
+    names = ("/metrics_ms", "/cluster_ms", "top_ms", "timeline_ms")
+    scrape_s, cluster_s, top_s, timeline_s = (each[name] / 1e3 for name in names)
     return {
         SCRAPES: scrape_s / 5.0,
         "scrape every 1 s": scrape_s,
         TOP: (scrape_s + cluster_s + top_s) / TOP_INTERVAL_S,
+        TIMELINES: timeline_s * RATE,
     }
 
 
@@ -308,7 +265,7 @@ async def measure(args: argparse.Namespace, folder: Path, router: MarkedProcess)
     async with HttpClient(url) as client, HttpClient(url, {TIMELINE_HEADER: "1"}) as timed:
         with watching(url) as top:
             load = Load(client)
-            watched = Watched(router.pid, client, timed, load, top)
+            watched = Watched(router.pid, fleet, client, timed, load, top)
             await top.wait_drawn()
             top.pause()
             await asyncio.sleep(2 * REPORT_S)
@@ -327,7 +284,7 @@ async def measure(args: argparse.Namespace, folder: Path, router: MarkedProcess)
         "parts": parts,
         "cost_apart": apart_costs,
         "cost_in_turns": costs,
-        "cost_of_all": apart_costs[SCRAPES] + apart_costs[TOP] + costs[TIMELINES],
+        "cost_of_all": apart_costs[SCRAPES] + apart_costs[TOP] + apart_costs[TIMELINES],
         "nobody_looks": statistics.median(each[NOBODY] for each in shares),
         "num_failed": load.num_failed,
         "foreign_share": foreign,
@@ -351,10 +308,10 @@ def show(figures: dict[str, Any]) -> None:
     for path in ("/metrics", "/cluster"):
         print(f"{path}: {parts[f'{path}_bytes']} bytes, {parts[f'{path}_ms']:.2f} ms of the router")
     print(f"one picture of top: {parts['top_ms']:.1f} ms of its own")
+    print(f"the timeline of one request: {1e3 * parts['timeline_ms']:.0f} us of the router")
     print("side              in turns under load    from its parts   (% of a core)")
     for name, cost in figures["cost_in_turns"].items():
-        apart_text = f"{100 * figures['cost_apart'][name]:16.2f}" if name in figures["cost_apart"] else ""
-        print(f"{name:16s}  {100 * cost:19.2f}  {apart_text}")
+        print(f"{name:16s}  {100 * cost:19.2f}  {100 * figures['cost_apart'][name]:16.2f}")
     warn_of_others(figures["foreign_share"])
     if figures["num_failed"]:
         print(f"{figures['num_failed']} requests failed: the figures mean little")

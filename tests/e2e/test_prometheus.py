@@ -156,11 +156,25 @@ tests:
       - {series: 'disagg_time_to_first_token_seconds_bucket{job="disagg",le="20.0"}', values: "0+10x120"}
       - {series: 'disagg_time_to_first_token_seconds_bucket{job="disagg",le="+Inf"}', values: "0+10x120"}
       - {series: 'disagg_moves_total{job="disagg",cause="drain"}', values: "0+90x120"}
+      - {series: 'disagg_requests_open{job="disagg"}', values: "3+0x120"}
+      - {series: 'disagg_generation_tokens_total{job="disagg"}', values: "5000+0x120"}
+      - {series: 'disagg_prompt_tokens_computed_total{job="disagg",worker="d0",task="decode"}', values: "0+30x120"}
+      - {series: 'disagg_prompt_tokens_computed_total{job="disagg",worker="p0",task="prefill"}', values: "0+900x120"}
+      - {series: 'disagg_prompt_tokens_received_total{job="disagg",worker="d0"}', values: "0+100x120"}
+      - {series: 'disagg_pairings_refused_total{job="disagg",worker="p0"}', values: "0+0x110 1+0x9"}
+      - {series: 'disagg_sequences_total{job="disagg",worker="p0",outcome="lease_expired"}', values: "0+1x120"}
+      - {series: 'disagg_slow_links_total{job="disagg",worker="p0",transport="tcp"}', values: "_x112 1+0x7"}
+      - {series: 'disagg_sequences_total{job="disagg",worker="d0",outcome="cancelled"}', values: "0+9x120"}
     promql_expr_test:
       - expr: count by (alertname, worker) (ALERTS{alertstate="firing"})
         eval_time: 1h
         exp_samples:
           - {labels: '{alertname="DisaggModelNotReady"}', value: 1}
+          - {labels: '{alertname="DisaggStalled"}', value: 1}
+          - {labels: '{alertname="DisaggReadTwice"}', value: 1}
+          - {labels: '{alertname="DisaggPairingRefused", worker="p0"}', value: 1}
+          - {labels: '{alertname="DisaggLeasesExpire", worker="p0"}', value: 1}
+          - {labels: '{alertname="DisaggSlowLink", worker="p0"}', value: 1}
           - {labels: '{alertname="DisaggFallingBack"}', value: 1}
           - {labels: '{alertname="DisaggTurningAway"}', value: 1}
           - {labels: '{alertname="DisaggKvFull", worker="d0"}', value: 1}

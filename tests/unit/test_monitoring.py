@@ -3,15 +3,18 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from disagg.telemetry.metrics import ALL_METRICS, ROUTER_METRICS, WORKER_LABELS, Metric, MetricKind
 
-MONITORING = Path(__file__).parents[2] / "monitoring"
+ROOT = Path(__file__).parents[2]
+MONITORING = ROOT / "monitoring"
 BY_NAME = {metric.name: metric for metric in ALL_METRICS}
 SUFFIXES = ("_bucket", "_sum", "_count")
 OF_PROMETHEUS = {"job", "instance", "le"}
+OF_ALERTS = {"alertname", *WORKER_LABELS}  # labels of the series that Prometheus makes of firing alerts
 
 
 def expressions() -> list[str]:
@@ -20,10 +23,16 @@ def expressions() -> list[str]:
     found = re.findall(r"^ +expr: (?!>)(.+)$", rules, re.MULTILINE)
     found += [" ".join(text.split()) for text in re.findall(r"expr: >\n((?:^ {10}.+\n)+)", rules, re.MULTILINE)]
     assert len(found) == rules.count("- alert:")
-    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
-    targets = [target for panel in dashboard["panels"] for target in panel["targets"]]
-    found += [target["expr"] for target in targets]
-    return found + [variable["query"] for variable in dashboard["templating"]["list"]]
+    found += panel_expressions()
+    return found + [variable["query"] for variable in dashboard()["templating"]["list"]]
+
+
+def dashboard() -> Any:
+    return json.loads((MONITORING / "dashboard.json").read_text())
+
+
+def panel_expressions() -> list[str]:
+    return [target["expr"] for panel in dashboard()["panels"] for target in panel["targets"]]
 
 
 def metric_of(name: str) -> Metric:
@@ -41,7 +50,8 @@ def labels_of(metric: Metric) -> set[str]:
 @pytest.mark.parametrize("query", expressions())
 def test_names_labels_and_values_exist(query: str) -> None:
     uses = re.findall(r"\b(disagg_\w+)(?:\{([^}]*)\})?", query)
-    assert uses or query in ('up{job="disagg"} == 0', "prometheus")
+    is_of_alerts = "ALERTS{" in query
+    assert uses or is_of_alerts or query in ('up{job="disagg"} == 0', "prometheus")
     for name, matchers in uses:
         metric = metric_of(name)
         for label, operator, text in re.findall(r'(\w+)(=~|!~|!=|=)"([^"]*)"', matchers):
@@ -50,18 +60,20 @@ def test_names_labels_and_values_exist(query: str) -> None:
                 values = text.split("|") if operator.endswith("~") else [text]
                 assert set(values) <= set(metric.values), (name, label, values)
     shared = set.union(*(labels_of(metric_of(name)) for name, _ in uses)) if uses else set()
+    shared |= OF_ALERTS if is_of_alerts else set()
     for names in re.findall(r"\b(?:by|on) \(([^)]*)\)", query):
         assert {each.strip() for each in names.split(",")} <= shared | OF_PROMETHEUS, query
 
 
 def test_counters_are_asked_for_rates_and_gauges_are_not() -> None:
     for query in expressions():
-        for ranged, name in re.findall(r"((?:rate|increase)\()?\b(disagg_\w+)", query):
+        asked = re.sub(r"\b(disagg_\w+) unless \1 offset", "", query)  # a series that is new
+        for ranged, name in re.findall(r"((?:rate|increase)\()?\b(disagg_\w+)", asked):
             assert bool(ranged) == (metric_of(name).kind is not MetricKind.GAUGE), query
 
 
 def test_panels_do_not_overlap() -> None:
-    panels = json.loads((MONITORING / "dashboard.json").read_text())["panels"]
+    panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
         (x, y)
@@ -74,7 +86,25 @@ def test_panels_do_not_overlap() -> None:
 
 
 def test_legends_name_labels_of_their_queries() -> None:
-    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
-    for target in (target for panel in dashboard["panels"] for target in panel["targets"]):
+    for target in (target for panel in dashboard()["panels"] for target in panel["targets"]):
         for label in re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]):
             assert re.search(rf"\bby \([^)]*\b{label}\b", target["expr"]) or "by (" not in target["expr"], target
+
+
+def test_every_metric_has_a_panel() -> None:
+    shown = {name for query in panel_expressions() for name in re.findall(r"\bdisagg_\w+", query)}
+    assert {metric_of(name).name for name in shown} == set(BY_NAME)
+
+
+def test_the_page_says_for_each_kind_of_fault_where_it_shows() -> None:
+    """Its table names panels and alerts that exist, and leaves no alert out."""
+    page = (ROOT / "docs" / "metrics.md").read_text().partition("## Where a fault shows")[2].partition("\n## ")[0]
+    rows = [row.split(" | ") for row in page.splitlines() if row.startswith("| ")][1:]
+    titles = {panel["title"] for panel in dashboard()["panels"]}
+    alerts = set(re.findall(r"- alert: (\w+)", (MONITORING / "alerts.yml").read_text()))
+    named = [set(re.findall(r"`(Disagg\w+)`", row[1])) for row in rows]
+    assert set.union(*named) == alerts
+    for row in rows:
+        panels = re.findall(r"\*([^*]+)\*", row[2])
+        assert panels, row
+        assert set(panels) <= titles, set(panels) - titles

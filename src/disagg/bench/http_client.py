@@ -113,8 +113,11 @@ class _Connection(asyncio.Protocol):
 class HttpClient:
     """Connections to one server. For one event loop; use as an async context manager."""
 
-    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
-        """url: scheme, host and port; a path before the API's own is kept. Raises ConfigurationError."""
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None, tls: ssl.SSLContext | None = None) -> None:
+        """url: scheme, host and port; a path before the API's own is kept. Raises ConfigurationError.
+
+        tls: for https; without one the server must be known to the system's authorities.
+        """
         address = urlsplit(url)
         try:
             port = address.port
@@ -123,7 +126,7 @@ class HttpClient:
         if address.scheme not in ("http", "https") or not address.hostname:
             raise ConfigurationError(f"{url!r} is no URL such as http://127.0.0.1:8000")
         self._host = address.hostname
-        self._tls = ssl.create_default_context() if address.scheme == "https" else None
+        self._tls = (tls or ssl.create_default_context()) if address.scheme == "https" else None
         self._port = port or (443 if self._tls else 80)
         self._path = address.path.rstrip("/").removesuffix("/v1")
         lines = [f"Host: {address.netloc.rpartition('@')[2]}", *(f"{k}: {v}" for k, v in (headers or {}).items())]

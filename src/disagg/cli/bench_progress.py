@@ -31,6 +31,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         if self._live is not None:
             self._live.start()
+            self._draw(self._start_s)  # an answer may be long in coming
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -48,10 +49,14 @@ class Progress:
             # Drawing takes time that tokens' stamps would feel: four times a second is enough.
             if now_s - self._shown_s >= 0.25:
                 self._shown_s = now_s
-                self._live.update(Text(self.line(now_s)), refresh=True)
+                self._draw(now_s)
         elif now_s - self._shown_s >= PLAIN_INTERVAL_S:
             self._shown_s = now_s
             print(f"disagg: {self.line(now_s)}", file=sys.stderr, flush=True)
+
+    def _draw(self, now_s: float) -> None:
+        if self._live is not None:
+            self._live.update(Text(self.line(now_s)), refresh=True)
 
     def line(self, now_s: float) -> str:
         """The state of the load in one line."""

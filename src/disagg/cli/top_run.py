@@ -2,91 +2,126 @@
 
 import asyncio
 import contextlib
+import errno
+import os
 import signal
+import ssl
 import sys
 import time
 from collections import deque
 from typing import TextIO
 
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
+import msgspec
 
-from disagg.cli.top_view import SHOWN, Line, Look, absent, fitted, picture
-from disagg.cluster.view import RouterWatch
+from disagg.bench.http_client import HttpClient
+from disagg.channel.garbage import collect_rarely
+from disagg.cli.top_screen import Screen
+from disagg.cli.top_view import SHOWN, Away, Line, Look, absent, picture
+from disagg.cluster.view import ANSWER_TIMEOUT_S, ClusterView
 from disagg.core.errors import ConfigurationError
 from disagg.telemetry.reading import read
 
 WINDOW_S = 10.0
+_OK = 200
 
 
 def run_top(url: str, interval_s: float, *, once: bool) -> int:
     """Blocking; the exit code. Raises ConfigurationError when nobody answers and it is for once."""
-    is_live = sys.stdout.isatty() and not once
-    work = _watch(url, interval_s) if is_live else _print_once(url, interval_s, sys.stdout)
+    is_live = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb" and not once
+    work = _watch(url, interval_s, Screen(sys.stdout)) if is_live else _print_once(url, interval_s, sys.stdout)
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):  # how one ends it
         asyncio.run(work)
     return 0
 
 
-async def _look(watch: RouterWatch) -> Look | None:
-    """None when the router does not answer, or is none."""
-    cluster, text = await asyncio.gather(watch.cluster(), watch.metrics())
-    if cluster is None or text is None:
-        return None
-    return Look(time.monotonic(), cluster, read(text, SHOWN))
+def _client(url: str) -> HttpClient:
+    """A router's certificate need not be made for the name that it is reached by: nothing secret is said."""
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+    return HttpClient(url, tls=tls)
+
+
+async def _look(client: HttpClient) -> Look | Away:
+    try:
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            answers = {path: await client.get(path) for path in ("/cluster", "/metrics")}
+    except TimeoutError:
+        return Away(f"no answer within {ANSWER_TIMEOUT_S:g} s")
+    except OSError as error:
+        return Away(_why(error))
+    for path, (status, _) in answers.items():
+        if status != _OK:
+            return Away(f"HTTP {status} for {path}")
+    try:
+        cluster = msgspec.json.decode(answers["/cluster"][1], type=ClusterView)
+    except msgspec.DecodeError as error:
+        return Away(f"/cluster is none of a router: {error}")
+    return Look(time.monotonic(), cluster, read(answers["/metrics"][1].decode(errors="replace"), SHOWN))
+
+
+def _why(error: OSError) -> str:
+    # A name with several addresses fails with all their errors in one text.
+    if f"[Errno {errno.ECONNREFUSED}]" in str(error):
+        return "nobody listens there"
+    return error.strerror or str(error)
 
 
 async def _print_once(url: str, interval_s: float, out: TextIO) -> None:
-    watch = RouterWatch(url)
-    try:
-        before = await _look(watch)
-        if before is not None:
-            await asyncio.sleep(interval_s)
-        now = await _look(watch)
-    finally:
-        await watch.close()
-    if now is None:
-        raise ConfigurationError(f"no router answers at {url}: start one (disagg serve) or name it with --url")
+    async with _client(url) as client:
+        before = await _expected(client, url)
+        await asyncio.sleep(interval_s)
+        now = await _expected(client, url)
     for line in picture(before, now, url):
         print(line.text, file=out)
 
 
-async def _watch(url: str, interval_s: float) -> None:
+async def _expected(client: HttpClient, url: str) -> Look:
+    """Raises ConfigurationError where there is no router."""
+    found = await _look(client)
+    if isinstance(found, Away):
+        why = f"no router answers at {url} ({found.why}): start one (disagg serve) or name it with --url"
+        raise ConfigurationError(why)
+    return found
+
+
+async def _watch(url: str, interval_s: float, screen: Screen) -> None:
     """Until cancelled."""
-    watch, console = RouterWatch(url), Console()
     looks: deque[Look] = deque()
-    live = Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False)
-    task = asyncio.current_task()
+    changed = asyncio.Event()  # the terminal: its size, or that it is ours again
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):  # the screen is given back; a shell may have had Ctrl-C ignored
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    try:
-        with live:
+        loop.add_signal_handler(number, task.cancel)
+    for number in (signal.SIGWINCH, signal.SIGCONT):
+        loop.add_signal_handler(number, changed.set)
+    collect_rarely()
+    async with _client(url) as client:
+        with screen:
             while True:
-                now = await _look(watch)
-                if now is not None:
-                    looks.append(now)
-                    while len(looks) > 2 and looks[1].at_s <= now.at_s - WINDOW_S:
+                found = await _look(client)
+                if isinstance(found, Look):
+                    looks.append(found)
+                    while len(looks) > 2 and looks[1].at_s <= found.at_s - WINDOW_S:
                         looks.popleft()
-                lines = _lines(looks, url, is_away=now is None)
-                live.update(_text(fitted(lines, console.height)), refresh=True)
-                await asyncio.sleep(interval_s)
-    finally:
-        await watch.close()
+                next_s = time.monotonic() + interval_s
+                screen.show(_lines(looks, url, found, screen.width))
+                while await _is_changed(changed, next_s):
+                    screen.show(_lines(looks, url, found, screen.width))
 
 
-def _lines(looks: deque[Look], url: str, *, is_away: bool) -> list[Line]:
+async def _is_changed(changed: asyncio.Event, until_s: float) -> bool:
+    """Wait for it until then."""
+    changed.clear()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(until_s - time.monotonic()):
+            await changed.wait()
+    return changed.is_set()
+
+
+def _lines(looks: deque[Look], url: str, found: Look | Away, width: int) -> list[Line]:
     """The picture of the last look, under a word that it is old when the router is away."""
-    if not looks:
-        return absent(url, None)
-    before = looks[0] if len(looks) > 1 else None
-    shown = picture(before, looks[-1], url)
-    return [*absent(url, time.monotonic() - looks[-1].at_s), *shown] if is_away else shown
-
-
-def _text(lines: list[Line]) -> Text:
-    text = Text(no_wrap=True, overflow="ellipsis")
-    for number, line in enumerate(lines):
-        text.append(("\n" if number else "") + line.text, style="bold" if line.is_title else None)
-    return text
+    shown = picture(looks[0] if len(looks) > 1 else None, looks[-1], url, width) if looks else []
+    if isinstance(found, Look):
+        return shown
+    since_s = time.monotonic() - looks[-1].at_s if looks else None
+    return [*absent(url, found, since_s, width), *shown]

@@ -72,13 +72,6 @@ class RouterWatch:
         except msgspec.DecodeError:
             return None
 
-    async def metrics(self) -> str | None:
-        """Prometheus text of router and workers."""
-        response = await self._get("/metrics")
-        if response is None or response.status_code != httpx.codes.OK:
-            return None
-        return response.content.decode(errors="replace")
-
     async def close(self) -> None:
         await self._client.aclose()
 

@@ -4,6 +4,8 @@ connected, or a request has begun    its headers must be here within header_time
 headers are here                     the body has its own limit (`body`)
 answered                             the next request must begin within keep_alive_s
 what we wrote is not read            within write_timeout_s, or the connection is cut and the work for it ends
+
+The same over TLS, whose handshake and goodbye have their ends too (`server`).
 """
 
 import asyncio
@@ -71,6 +73,9 @@ class ClientConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if self.scheme == "https":
+            # What the socket's own buffer has no room for stays with the stream, as without TLS: no second buffer.
+            transport.set_write_buffer_limits(high=1)
         self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -78,6 +83,7 @@ class ClientConnection(HttpToolsProtocol):
         # uvicorn leaves its own timer running after an error, and the connection in memory with it.
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+        self.flow.pause_writing()  # for good: a TLS transport that is gone may not even be written to
 
     def data_received(self, data: bytes) -> None:
         was_waiting = self._headers_due is not None

@@ -228,9 +228,7 @@ class _Chunks:
         if self._opening is not None:
             opening, self._opening = self._opening, None
             return opening
-        if self._timing is not None and not self._is_timed:
-            self._timing.wrote()  # whoever asks for more has written the last
-            self._is_timed = self._timing.is_written
+        self._note_written()  # whoever asks for more has written the last
         if self._is_over:
             return None
         try:
@@ -255,26 +253,44 @@ class _Chunks:
 
     def _push(self, body: DirectBody, choice: ChoiceText, event: TokensDelivered) -> bool:
         """False leaves it to next()."""
-        if not (self._is_timed and body.is_ready):
+        if not body.is_ready:
             return False
         try:
             piece = choice.feed(event.tokens, None)
-            if piece is not None:
-                chunk = self._writer.piece(piece, self._answer.usage if self._is_counted else None)
-                if chunk:
-                    body.write(chunk)
+            usage = self._answer.usage if self._is_counted else None
+            chunk = self._writer.piece(piece, usage) if piece is not None else b""
+            if not self._is_timed:
+                self._write_timed(body, choice.index, chunk)
+            elif chunk:
+                body.write(chunk)
         except Exception as error:  # next() tells it: other streams have tokens in the same step
             self._fault = error
             return False
         return True
+
+    def _write_timed(self, body: DirectBody, index: int, chunk: bytes) -> None:
+        self._note_text(index, is_shown=bool(chunk))
+        if chunk:
+            body.write(chunk)
+            self._note_written()
 
     def _written(self, pieces: Sequence[Piece]) -> bytes:
         usage = self._answer.usage if self._is_counted else None
         written = [self._writer.piece(piece, usage) for piece in pieces]
         if self._timing is not None and not self._is_timed:
             for piece, shown in zip(pieces, written, strict=True):
-                if shown:
-                    self._timing.show(piece.index)
-                else:
-                    self._timing.hold(piece.index)
+                self._note_text(piece.index, is_shown=bool(shown))
         return b"".join(written)
+
+    def _note_text(self, index: int, *, is_shown: bool) -> None:
+        """More tokens of a choice are here; whether their text goes out with the next write."""
+        assert self._timing is not None
+        if is_shown:
+            self._timing.show(index)
+        else:
+            self._timing.hold(index)
+
+    def _note_written(self) -> None:
+        if self._timing is not None and not self._is_timed:
+            self._timing.wrote()
+            self._is_timed = self._timing.is_written

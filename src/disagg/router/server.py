@@ -1,8 +1,12 @@
 """The HTTP server of a router process: uvicorn without its own signal handling, since stopping is ours."""
 
+import asyncio
 import contextlib
 import resource
+import socket
+from asyncio import sslproto
 from collections.abc import Generator
+from functools import partial
 
 import msgspec
 import uvicorn
@@ -11,6 +15,7 @@ from starlette.types import ASGIApp
 from disagg.router.connection import DEFAULT_CONNECTION_LIMITS, ConnectionLimits, connection_class
 
 STOP_TIMEOUT_S = 3.0  # for open HTTP connections, once told to stop
+TLS_BUFFER_BYTES = 32 << 10  # of each connection; asyncio would take eight times as much, for 512 idle streams 128 MB
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
@@ -26,10 +31,12 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self, app: ASGIApp, limits: ConnectionLimits = DEFAULT_CONNECTION_LIMITS, tls: TlsFiles | None = None
     ) -> None:
+        self._limits = limits
+        self._connection = connection_class(limits)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=connection_class(limits),
+                http=self._connection,
                 ws="none",
                 log_level="warning",
                 access_log=False,
@@ -42,6 +49,27 @@ class HttpServer(uvicorn.Server):
                 ssl_keyfile=tls.key if tls is not None else None,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """With our deadlines for TLS: by itself it waits a minute for a handshake, half of one for a goodbye."""
+        config = self.config
+        if config.ssl is None:
+            await super().startup(sockets)
+            return
+        sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES  # of the whole process: there is no other way to say it
+        connection = partial(self._connection, config, self.server_state, self.lifespan.state)
+        self.servers = [
+            await asyncio.get_running_loop().create_server(
+                connection,
+                sock=each,
+                ssl=config.ssl,
+                backlog=config.backlog,
+                ssl_handshake_timeout=self._limits.header_timeout_s,
+                ssl_shutdown_timeout=self._limits.write_timeout_s,  # what it has not read yet goes out before
+            )
+            for each in sockets or ()
+        ]
+        self.started = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

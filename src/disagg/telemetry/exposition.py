@@ -3,14 +3,16 @@
 import functools
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+
+import msgspec
 
 from disagg.telemetry.metrics import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_NAMES = {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}
 
 
-class Sample(NamedTuple):
+class Sample(msgspec.Struct, frozen=True, gc=False):
     """One line. labels: as `labels_text` writes them; suffix: of the family's name."""
 
     labels: str
@@ -26,6 +28,7 @@ def labels_text(*pairs: tuple[str, str]) -> str:
     return ",".join([_pair(name, value) for name, value in pairs])
 
 
+@functools.lru_cache(maxsize=16384)  # every scrape asks for the same ones
 def add_label(labels: str, name: str, value: str) -> str:
     """One more label behind others; a metric without a label of its own has the name ""."""
     if not name:
@@ -49,20 +52,21 @@ def exposition(families: Iterable[Family]) -> bytes:
     for metric, samples in families:
         name = metric.name
         lines.append(f"# HELP {name} {metric.help}\n# TYPE {name} {metric.kind.value}")
-        for labels, value, suffix in samples:
-            where = f"{{{labels}}}" if labels else ""
-            lines.append(f"{name}{suffix}{where} {_number(value)}")
+        for each in samples:
+            labels = each.labels
+            series = f"{name}{each.suffix}{{{labels}}}" if labels else name + each.suffix
+            lines.append(f"{series} {_number(each.value)}")
     return ("\n".join(lines) + "\n").encode()
 
 
 def _number(value: float) -> str:
-    number = float(value)
-    if number.is_integer() and abs(number) < 1e15:
-        return str(int(number))
-    return {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}.get(repr(number)) or repr(number)
+    if type(value) is int:
+        return str(value)
+    text = repr(float(value))
+    return text.removesuffix(".0") if text[-1] == "0" else _NAMES.get(text, text)
 
 
-@functools.lru_cache(maxsize=4096)  # every scrape asks for the same ones
+@functools.lru_cache(maxsize=4096)
 def _pair(name: str, value: str) -> str:
     escaped = value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     return f'{name}="{escaped}"'

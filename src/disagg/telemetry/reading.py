@@ -1,14 +1,17 @@
-"""What a scrape of ours says: totals, rises between two looks, quantiles. Only families that are asked for are read."""
+"""What a scrape of ours says: totals, rises between two looks, quantiles.
+
+A scrape is long and most of it is not asked for: it is cut into families first, and only wanted ones are read further.
+"""
 
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from disagg.telemetry.metrics import Metric
 
+_FAMILY = "# HELP "  # what each begins with
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(r"\\(.)")
-_SUFFIXES = ("_bucket", "_count", "_sum")
 
 Labels = Mapping[str, str]
 
@@ -16,85 +19,88 @@ Labels = Mapping[str, str]
 class Reading:
     """Some families of one scrape, or what they rose by between two."""
 
-    def __init__(self, values: Mapping[str, Mapping[str, float]], labels: Mapping[str, Labels]) -> None:
-        """values: by name, then by the text between the braces; labels: by that text."""
+    def __init__(self, values: Mapping[str, Mapping[str, float]]) -> None:
+        """values: by the family's name, then by series, as the scrape writes them."""
         self._values = values
-        self._labels = labels
+
+    def series(self, metric: Metric) -> list[tuple[Labels, float]]:
+        """Each with its labels."""
+        return self._series(metric, {})
 
     def total(self, metric: Metric, **wanted: str) -> float:
         """Sum over the series that carry these labels; 0.0 when there are none."""
-        return sum(value for _, value in self._series(metric.name, wanted))
+        return sum([value for _, value in self._series(metric, wanted)])
 
     def by(self, metric: Metric, label: str, **wanted: str) -> dict[str, float]:
         """Sums by the value of one label."""
         found: dict[str, float] = {}
-        for labels, value in self._series(metric.name, wanted):
+        for labels, value in self._series(metric, wanted):
             key = labels.get(label, "")
             found[key] = found.get(key, 0.0) + value
         return found
 
-    def quantile(self, metric: Metric, share: float) -> float | None:
-        """Of a histogram, all its series together, linear within a bucket. None when nothing was observed.
+    def quantiles(self, metric: Metric, shares: Sequence[float]) -> list[float]:
+        """Of a histogram, all its series together, linear within a bucket. Empty when nothing was observed.
 
         What lies above the last bound counts as the last bound.
         """
         by_edge: dict[float, float] = {}
-        for labels, value in self._series(metric.name + "_bucket", {}):
-            edge = float(labels.get("le", "inf"))
-            by_edge[edge] = by_edge.get(edge, 0.0) + value
-        edges = sorted(by_edge)
-        if not edges or by_edge[edges[-1]] <= 0:
-            return None
-        rank = share * by_edge[edges[-1]]
-        low, below = 0.0, 0.0
-        for edge in edges:
-            if by_edge[edge] >= rank:
-                within = by_edge[edge] - below
-                return low if edge == float("inf") else low + (edge - low) * ((rank - below) / within if within else 1)
-            low, below = edge, by_edge[edge]
-        return low
+        for labels, value in self._series(metric, {}):
+            if "le" in labels:  # one of its buckets
+                edge = float(labels["le"])
+                by_edge[edge] = by_edge.get(edge, 0.0) + value
+        buckets = sorted(by_edge.items())
+        if not buckets or buckets[-1][1] <= 0:
+            return []
+        return [_quantile(buckets, share) for share in shares]
 
     def since(self, before: "Reading") -> "Reading":
         """What has been added. A total that fell is of a new process, which began at 0."""
         risen: dict[str, dict[str, float]] = {}
         for name, series in self._values.items():
             known = before._values.get(name, {})
-            olds = ((text, value, known.get(text, 0.0)) for text, value in series.items())
-            risen[name] = {text: value - old if value >= old else value for text, value, old in olds}
-        return Reading(risen, self._labels)
+            risen[name] = {
+                text: value - old if value >= (old := known.get(text, 0.0)) else value for text, value in series.items()
+            }
+        return Reading(risen)
 
-    def _series(self, name: str, wanted: Labels) -> list[tuple[Labels, float]]:
-        return [
-            (self._labels[text], value)
-            for text, value in self._values.get(name, {}).items()
-            if wanted.items() <= self._labels[text].items()
-        ]
+    def _series(self, metric: Metric, wanted: Labels) -> list[tuple[Labels, float]]:
+        every = [(_labels(text), value) for text, value in self._values.get(metric.name, {}).items()]
+        return [each for each in every if wanted.items() <= each[0].items()] if wanted else every
+
+
+def _quantile(buckets: Sequence[tuple[float, float]], share: float) -> float:
+    """buckets: (upper bound, how many are not above it), ascending."""
+    rank = share * buckets[-1][1]
+    low, below = 0.0, 0.0
+    for edge, count in buckets:
+        if count >= rank:
+            within = count - below
+            return low if edge == float("inf") else low + (edge - low) * ((rank - below) / within if within else 1)
+        low, below = edge, count
+    return low
 
 
 def read(text: str, metrics: Collection[Metric]) -> Reading:
-    """The families of these metrics. Lines that are none of them, or no lines of this format, are left out."""
-    names = {metric.name for metric in metrics}
-    names |= {metric.name + suffix for metric in metrics if metric.buckets for suffix in _SUFFIXES}
+    """The families of these metrics, each of which begins with its help. Lines without a number are left out."""
+    wanted = {metric.name for metric in metrics}
     values: dict[str, dict[str, float]] = {}
-    labels: dict[str, Labels] = {}
-    for line in text.splitlines():
-        name = line.partition("{")[0].partition(" ")[0]
-        if name not in names:
-            continue
-        rest, _, number = line[len(name) :].rpartition(" ")
-        inner = rest.strip().removeprefix("{").removesuffix("}")
-        try:
-            values.setdefault(name, {})[inner] = float(number)
-        except ValueError:
-            continue
-        if inner not in labels:
-            labels[inner] = _labels(inner)
-    return Reading(values, labels)
+    for family in text.removeprefix(_FAMILY).split("\n" + _FAMILY):
+        name = family[: family.find(" ")]
+        if name in wanted:
+            found = values.setdefault(name, {})
+            for line in family.split("\n")[2:]:  # behind its help and its type
+                series, _, number = line.rpartition(" ")
+                try:
+                    found[series] = float(number)
+                except ValueError:
+                    continue
+    return Reading(values)
 
 
 @functools.lru_cache(maxsize=8192)  # the next look shows nearly the same series
-def _labels(inner: str) -> Labels:
-    return {key: _plain(value) for key, value in _LABEL.findall(inner)}
+def _labels(series: str) -> Labels:
+    return {key: _plain(value) for key, value in _LABEL.findall(series)}
 
 
 def _plain(value: str) -> str:

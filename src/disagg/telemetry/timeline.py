@@ -222,6 +222,8 @@ class _Layout:
 
     def _reported(self, attempt: int, worker: WorkerId, after: int, position: int) -> list[_Spent]:
         """Stages until the token at `position`, of reports after that of the token at `after`."""
+        if not self._choice.reports:
+            return []
         reports = sorted(
             (key[2], stages) for key, stages in self._choice.reports.items() if key[:2] == (attempt, worker)
         )
@@ -229,6 +231,9 @@ class _Layout:
 
     def _fit(self, spent: Sequence[_Spent], attempt: Attempt, arrival: Arrival) -> None:
         """Lay what a worker spent so that it ends with the token's arrival; the network has the rest."""
+        if not spent:
+            self._until(Stage.UNREPORTED, arrival.at_s, arrival.worker)
+            return
         is_reader = arrival.worker == attempt.trip.prefill
         rest = Stage.NETWORK_PREFILL if is_reader else Stage.NETWORK_DECODE
         room_s = arrival.at_s - self._at_s
@@ -240,7 +245,7 @@ class _Layout:
             passed_s = min(seconds, max(0.0, excess_s))
             excess_s -= passed_s
             self._add(time.stage, seconds - passed_s, worker, time.num_tokens)
-        self._until(rest if spent else Stage.UNREPORTED, arrival.at_s, arrival.worker)
+        self._until(rest, arrival.at_s, arrival.worker)
 
     def _wait(self, end_s: float) -> None:
         """Fill the time until then with what became of it at the router: it waits there, or is on lost workers."""
@@ -255,8 +260,11 @@ class _Layout:
 
     def _until(self, stage: Stage, end_s: float, worker: WorkerId = NOBODY) -> None:
         """Nothing when that is over already."""
-        if end_s > self._at_s:
-            self._add(stage, end_s - self._at_s, worker)
+        start_s = self._at_s
+        if end_s > start_s:
+            if end_s - start_s > DUST_S:
+                since_s = start_s - self._head.received_s
+                self._stages.append(TimelineStage(self._part, stage, since_s, end_s - start_s, worker))
             self._at_s = end_s
 
     def _add(self, stage: Stage, seconds: float, worker: WorkerId, num_tokens: int = 0) -> None:

@@ -1,6 +1,7 @@
 """`disagg top`: what it makes of two looks, and what it does where nobody answers."""
 
 import http.server
+import io
 import socket
 import sys
 import threading
@@ -10,7 +11,8 @@ import msgspec
 import pytest
 
 from disagg.cli.main import main
-from disagg.cli.top_view import SHOWN, Line, Look, absent, duration, fitted, picture
+from disagg.cli.top_screen import Screen, drawn
+from disagg.cli.top_view import SHOWN, Away, Line, Look, absent, duration, fitted, picture
 from disagg.cluster.view import ClusterView, ModelView, RouterView, WorkerStateView, WorkerView
 from disagg.telemetry import metrics as table
 from disagg.telemetry.exposition import Family, Sample, exposition, histogram_samples, labels_text
@@ -66,7 +68,7 @@ def look(at_s: float, number: int, seconds: float = 0.0) -> Look:
 
 def test_totals_become_rates_between_two_looks() -> None:
     lines = [line.text for line in picture(look(10.0, 20, 1.0), look(20.0, 40, 4.0), URL)]
-    assert lines[0] == "disagg at http://h:1   up 1 h 2 min   tiny ready, big: no worker has registered"
+    assert lines[0] == "disagg at http://h:1   up 1 h 2 min   tiny ready   big: no worker has registered"
     assert lines[1].startswith("requests   open 12   queued at the router 4   ended 2.0/s   turned away 0/s")
     assert lines[2] == "tokens     prompt 0/s   generated 200/s"
     assert "TTFT p50 75 ms  p95 97.5 ms   ITL -" in lines[3]
@@ -102,10 +104,11 @@ def test_an_empty_cluster_says_so() -> None:
     assert "no model" in lines[0].text
 
 
-def test_a_router_that_is_away_is_said_with_the_age_of_what_is_shown() -> None:
-    (line,) = absent(URL, None)
-    assert line.text == "no router answers at http://h:1; still asking (Ctrl-C ends this)"
-    assert "the last answer is 12 s old" in absent(URL, 12.3)[0].text
+def test_a_router_that_is_away_is_said_with_why_and_with_the_age_of_what_is_shown() -> None:
+    title, line = absent(URL, Away("nobody listens there"), None)
+    assert title == Line("no router answers at http://h:1", is_title=True)
+    assert line.text.strip() == "nobody listens there   still asking, Ctrl-C ends this"
+    assert "the last answer is 1 min 12 s old" in absent(URL, Away(""), 72.3)[1].text
 
 
 def test_what_does_not_fit_is_counted() -> None:
@@ -114,6 +117,45 @@ def test_what_does_not_fit_is_counted() -> None:
     short = fitted(lines, 4)
     assert [line.text for line in short[:3]] == ["0", "1", "2"]
     assert short[3].text.startswith("... 7 more lines")
+
+
+def test_a_narrow_terminal_loses_whole_columns_and_is_told_which() -> None:
+    wide, narrow = (picture(look(10.0, 20, 1.0), look(20.0, 40, 4.0), URL, width) for width in (200, 80))
+    header, hint = narrow[-4].text, " ".join(line.text for line in narrow[:-4]).partition("a wider terminal shows ")[2]
+    assert max(len(line.text) for line in narrow) <= 80 < max(len(line.text) for line in wide)
+    seen = [name for name in ("worker", "state", "waiting", "KV blocks in use", "busy", "written/s") if name in header]
+    assert len(seen) == 6
+    for name in ("running", "cached", "sends to"):
+        assert name in hint
+        assert name not in header
+    assert narrow[-1].text.split()[-2:] == ["0", "180"]
+    assert {word for line in wide[:-5] for word in line.text.split()} < {
+        word for line in narrow[:-4] for word in line.text.split()
+    }
+
+
+def test_a_line_is_no_wider_than_the_terminal_and_steers_nothing() -> None:
+    assert drawn(Line("abc"), 3) == "abc"
+    assert drawn(Line("abc"), 4) == "abc\x1b[K"
+    assert drawn(Line("abcd", is_title=True), 3) == "\x1b[1mab\N{HORIZONTAL ELLIPSIS}\x1b[0m"
+    assert drawn(Line("\u6f22\u5b57"), 4) == "\u6f22\u5b57"
+    assert drawn(Line("\u6f22\u5b57"), 3) == "\u6f22\N{HORIZONTAL ELLIPSIS}"
+    assert "\x1b" not in drawn(Line("a\x1b[2Jb\rc\nd"), 10)
+
+
+def test_the_screen_is_drawn_whole_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    monkeypatch.setenv("LINES", "3")
+    raw = io.BytesIO()
+    with Screen(io.TextIOWrapper(raw, encoding="latin-1")) as screen:
+        before = raw.tell()
+        screen.show([Line("one"), Line("two")])
+        assert raw.getvalue()[before:] == b"\x1b[Hone\x1b[K\r\ntwo\x1b[K\r\n\x1b[J"
+        before = raw.tell()
+        screen.show([Line(str(number)) for number in range(4)])
+        assert raw.getvalue()[before:] == b"\x1b[H0\x1b[K\r\n1\x1b[K\r\n... 2 mor?"
+        before = raw.tell()
+    assert raw.getvalue()[before:] == b"\x1b[?25h\x1b[?1049l"
 
 
 @pytest.mark.parametrize(
@@ -141,9 +183,16 @@ class _Router(http.server.BaseHTTPRequestHandler):
         """Nothing."""
 
 
-@pytest.fixture
-def router() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Router)
+class _Other(_Router):
+    """No router."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+
+@pytest.fixture(params=[_Router])
+def router(request: pytest.FixtureRequest) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), request.param)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -191,4 +240,14 @@ def test_nobody_there_is_one_plain_line(monkeypatch: pytest.MonkeyPatch, capsys:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     assert run(monkeypatch, "--url", url, "--once") == 2
     error = capsys.readouterr().err
-    assert error == f"disagg: no router answers at {url}: start one (disagg serve) or name it with --url\n"
+    assert error == (
+        f"disagg: no router answers at {url} (nobody listens there): start one (disagg serve) or name it with --url\n"
+    )
+
+
+@pytest.mark.parametrize("router", [_Other], indirect=True)
+def test_another_server_is_said_to_be_one(
+    router: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--url", router, "--once") == 2
+    assert f"no router answers at {router} (HTTP 404 for /cluster)" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """An application over a fake service, a tiny real tokenizer, and a check that nothing is left behind."""
 
 import asyncio
+import ssl
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -8,13 +9,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.unit.router.site import MakeSite, Site
+from tests.unit.router.site import MakeSite, Site, Tls
 
+from disagg.channel.keys import CA_FILE, CERTIFICATE_FILE, KEY_FILE
+from disagg.cluster.authority import make_keys
 from disagg.dispatch.stream import ModelStatus
 from disagg.modelfiles.tokenizer import ModelTokenizer, load_tokenizer
 from disagg.router.access import Access
 from disagg.router.app import create_app
 from disagg.router.body import BodyLimits
+from disagg.router.server import TlsFiles
 from disagg.router.text import ModelText
 from disagg.router.timing import Timing
 from disagg.testing.generation import FakeGenerationService, Script, ScriptFor, ready
@@ -26,6 +30,21 @@ SMALL_BODIES = BodyLimits(1 << 20)
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
     return load_tokenizer(write_tiny_tokenizer(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="session")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
+    """A certificate for loopback addresses, and a context that trusts it."""
+    folder, host = tmp_path_factory.mktemp("keys") / "of", "127.0.0.1"
+    make_keys(folder, (host,), days=2)
+    files = TlsFiles(str(folder / host / CERTIFICATE_FILE), str(folder / host / KEY_FILE))
+    return Tls(files, ssl.create_default_context(cafile=str(folder / CA_FILE)))
+
+
+@pytest.fixture(params=["http", "https"])
+def either_scheme(request: pytest.FixtureRequest) -> Tls | None:
+    """What is needed to serve by one of them; a test that has this runs over both."""
+    return request.getfixturevalue("tls") if request.param == "https" else None
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import Sequence
 
 import msgspec
@@ -77,11 +78,20 @@ class PlayedWorker:
 class Place:
     """All of it, in one process."""
 
-    def __init__(self, service: LiveService, worker: PlayedWorker, app: ASGIApp, server: HttpServer, port: int) -> None:
+    def __init__(
+        self,
+        service: LiveService,
+        worker: PlayedWorker,
+        app: ASGIApp,
+        server: HttpServer,
+        port: int,
+        trusting: ssl.SSLContext | None,
+    ) -> None:
         self.service = service
         self.worker = worker
         self.app = app
         self.port = port
+        self.trusting = trusting  # what its clients need where it speaks HTTPS
         self._server = server
 
     @property
@@ -90,6 +100,10 @@ class Place:
         (connection,) = self._server.server_state.connections
         assert isinstance(connection, ClientConnection)
         return connection
+
+    @property
+    def has_clients(self) -> bool:
+        return bool(self._server.server_state.connections)
 
     async def has_open(self, count: int) -> None:
         await until(lambda: len(self.worker.sent) == count)
@@ -104,12 +118,17 @@ class RawClient:
         self._got = b""
 
     @classmethod
-    async def ask(cls, port: int, path: str, **fields: object) -> "RawClient":
+    async def ask(cls, place: Place, path: str, **fields: object) -> "RawClient":
         connected = socket.socket()
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connected.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(connected, ("127.0.0.1", port))
-        reader, writer = await asyncio.open_connection(sock=connected, limit=2048)
+        await asyncio.get_running_loop().sock_connect(connected, ("127.0.0.1", place.port))
+        host = "127.0.0.1" if place.trusting else None
+        reader, writer = await asyncio.open_connection(
+            sock=connected, limit=2048, ssl=place.trusting, server_hostname=host
+        )
+        if place.trusting:  # it would read hundreds of kilobytes ahead
+            writer.transport.set_read_buffer_limits(high=2048)  # type: ignore[attr-defined]
         content = json.dumps(asked(path, fields)).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
         writer.write(head.encode() + content)

@@ -1,8 +1,10 @@
 """One application under test."""
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import httpx
 from starlette.types import ASGIApp
@@ -13,6 +15,13 @@ from disagg.router.server import HttpServer, TlsFiles
 from disagg.testing.generation import FakeGenerationService
 
 STOP_TIMEOUT_S = 20.0
+
+
+class Tls(NamedTuple):
+    """Both sides of an HTTPS router on this machine."""
+
+    files: TlsFiles
+    trusting: ssl.SSLContext  # of its clients
 
 
 class Site:

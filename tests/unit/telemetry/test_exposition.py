@@ -96,10 +96,7 @@ def test_a_rise_is_from_zero_for_what_began_anew() -> None:
 
 def test_quantiles_are_linear_within_a_bucket_and_stop_at_the_last_bound() -> None:
     found = reading((TTFT_SECONDS, [*observed(0, 10, 0, 0), *observed(10, 0, 0, 0, path="remote")]))
-    assert found.quantile(TTFT_SECONDS, 0.25) == pytest.approx(0.05)
-    assert found.quantile(TTFT_SECONDS, 0.5) == pytest.approx(0.1)
-    assert found.quantile(TTFT_SECONDS, 0.75) == pytest.approx(0.55)
-    assert found.quantile(TTFT_SECONDS, 1.0) == pytest.approx(1.0)
-    assert reading((TTFT_SECONDS, observed(0, 0, 0, 3))).quantile(TTFT_SECONDS, 0.5) == 10.0
-    assert reading((TTFT_SECONDS, observed(0, 0, 0, 0))).quantile(TTFT_SECONDS, 0.5) is None
-    assert reading((TTFT_SECONDS, [])).quantile(TTFT_SECONDS, 0.5) is None
+    assert found.quantiles(TTFT_SECONDS, (0.25, 0.5, 0.75, 1.0)) == pytest.approx([0.05, 0.1, 0.55, 1.0])
+    assert reading((TTFT_SECONDS, observed(0, 0, 0, 3))).quantiles(TTFT_SECONDS, (0.5,)) == [10.0]
+    assert reading((TTFT_SECONDS, observed(0, 0, 0, 0))).quantiles(TTFT_SECONDS, (0.5,)) == []
+    assert reading((TTFT_SECONDS, [])).quantiles(TTFT_SECONDS, (0.5,)) == []
