@@ -43,6 +43,8 @@ from disagg.sim.records import FAILED, FINISHED, TURNED_AWAY, OpenRecord, Record
 from disagg.sim.scenario import Fault, Fidelity, LinkBreaks, Scenario, WorkerDies, WorkerDrains, WorkerSpec
 from disagg.sim.setup import card_and_config, dispatcher_config
 from disagg.sim.worker import SimWorker
+from disagg.telemetry.stages import Stage
+from disagg.telemetry.track import Head, RequestTrack, TrackStore
 
 TICK_S = 0.5  # like the live router's
 RETRY_S = 0.1  # of a registration while its predecessor is not known to be dead
@@ -59,6 +61,7 @@ class SimCluster:
         self.workers: dict[WorkerId, SimWorker] = {}
         self.ended: list[SimWorker] = []  # earlier incarnations
         self.records = RecordTable()
+        self.tracks = TrackStore(scenario.max_timelines)
         self.start_s = 0.0
         self.dispatcher = Dispatcher(dispatcher_config(scenario), on_decided)
         self._stream = stream
@@ -172,17 +175,25 @@ class SimCluster:
             priority=request.priority,
             slo_class=request.slo_class,
         )
+        track = self._track(asked, arrived_s) if self.scenario.max_timelines else None
         try:
-            request_id, actions = self.dispatcher.submit(asked, self.heap.now_s)
+            request_id, actions = self.dispatcher.submit(asked, self.heap.now_s, track)
         except DisaggError:
             self._end(OpenRecord(request, arrived_s), TURNED_AWAY)
             return
         opened = self.dispatcher.open_request(request_id)
-        self._open[request_id] = OpenRecord(request, arrived_s, opened)
+        self._open[request_id] = OpenRecord(request, arrived_s, opened, track)
         self._act(actions)
+
+    def _track(self, asked: GenerateRequest, arrived_s: float) -> RequestTrack:
+        """HTTP has read it by now."""
+        marks = ((Stage.TOKENISE, self.heap.now_s),)
+        return RequestTrack(Head(arrived_s, marks=marks, num_prompt_tokens=len(asked.prompt_ids)), num_choices=1)
 
     def _end(self, record: OpenRecord, end: int) -> None:
         self.records.close(record, end, self.heap.now_s)
+        if record.track is not None:
+            self.tracks.put(record.track)
         now_s = self.heap.now_s - self.start_s
         following = self._stream.after_end(record.request, now_s, is_whole=end == FINISHED)
         if following is not None:

@@ -138,11 +138,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     limit_s: float = 1e7  # virtual seconds after which the run is given up
     max_alike_steps: int = 64  # of one event at large fidelity; 1: each has a row for each stream as well
     max_events_between_checks: int = 50_000  # where rules are checked now and then
+    max_timelines: int = 0  # of the last requests that ended, kept as a live router keeps them; small fidelity only
 
     def __post_init__(self) -> None:
         names = [worker.name for worker in self.workers]
         if not names or len(set(names)) != len(names):
             raise ConfigurationError(f"workers {names}: there must be at least one, each with its own name")
+        if self.max_timelines and self.fidelity is not Fidelity.SMALL:
+            text = f"max_timelines is {self.max_timelines} at {self.fidelity.value} fidelity, where few tokens are told"
+            raise ConfigurationError(f"{text}: timelines need small fidelity")
         for fault in self.faults:
             for name in (fault.source, fault.target) if isinstance(fault, LinkBreaks) else (fault.worker,):
                 if name not in names:
