@@ -37,10 +37,19 @@ from disagg.scheduler import events
 from disagg.scheduler.engine import StepPlan
 from disagg.sim.events import EventHeap
 from disagg.sim.holding import HeldTokens
-from disagg.sim.links import ComputedLinks, FairLinks, Links
+from disagg.sim.links import ComputedLinks, FairLinks, Links, Routes
 from disagg.sim.machine import Machine
 from disagg.sim.records import FAILED, FINISHED, TURNED_AWAY, OpenRecord, RecordTable
-from disagg.sim.scenario import Fault, Fidelity, LinkBreaks, Scenario, WorkerDies, WorkerDrains, WorkerSpec
+from disagg.sim.scenario import (
+    Fault,
+    Fidelity,
+    LinkBreaks,
+    Scenario,
+    WorkerDies,
+    WorkerDrains,
+    WorkerSlows,
+    WorkerSpec,
+)
 from disagg.sim.setup import card_and_config, dispatcher_config
 from disagg.sim.worker import SimWorker
 from disagg.telemetry.stages import Stage
@@ -71,16 +80,14 @@ class SimCluster:
         self._incarnations = count(1)
         self._reporting: set[tuple[WorkerId, WorkerId]] = set()  # pairings that the router is being told of
         self._cut: set[tuple[WorkerId, WorkerId]] = set()  # links that are down
+        self._slowed: dict[str, WorkerSlows] = {}  # the last of each worker
         self._num_checks = 0
         self._num_due = 0  # requests that will come whatever happens
-        self._lines = {(line.source, line.target): line.link for line in scenario.lines}
         names = dict.fromkeys(spec.machine for spec in scenario.workers if spec.machine)
         self._machines = {name: Machine(self.heap, scenario.contention) for name in names}
-        for spec in scenario.workers:
-            self.links.set_capacity(f"{spec.name} out", spec.nic.bandwidth_bytes_s)
-            self.links.set_capacity(f"{spec.name} in", spec.nic.bandwidth_bytes_s)
-        for line in scenario.lines:
-            self.links.set_capacity(f"{line.source} to {line.target}", line.link.bandwidth_bytes_s)
+        self._routes = Routes(scenario)
+        for resource, bytes_s in self._routes.capacities():
+            self.links.set_capacity(resource, bytes_s)
 
     # --- running -----------------------------------------------------------------------------------------------
 
@@ -296,13 +303,7 @@ class SimCluster:
         self.heap.after(self.scenario.message_s, peer.hear_peer, worker, message)
 
     def route(self, source: SimWorker, target: SimWorker) -> tuple[tuple[str, ...], float]:
-        one, other = self._specs[source.worker_id], self._specs[target.worker_id]
-        resources = (f"{one.name} out", f"{other.name} in")
-        line = self._lines.get((one.site, other.site))
-        latency_s = max(one.nic.latency_s, other.nic.latency_s)
-        if line is None:
-            return resources, latency_s
-        return (*resources, f"{one.site} to {other.site}"), latency_s + line.latency_s
+        return self._routes.between(source.worker_id, target.worker_id)
 
     def note_step(self, worker: SimWorker, plan: StepPlan) -> None:
         for row in plan.rows:
@@ -329,6 +330,7 @@ class SimCluster:
             scenario.max_alike_steps,
             self._machines.get(spec.machine),
         )
+        worker.slow_down(self._slowed.get(spec.name))
         self.workers[card.worker_id] = worker
         self._register(worker)
 
@@ -352,6 +354,10 @@ class SimCluster:
                 if worker is not None:
                     self._held.release(worker)
                 self._tell(DrainAsked(WorkerId(fault.worker)))
+            case WorkerSlows():
+                self._slowed[fault.worker] = fault
+                if (worker := self.workers.get(WorkerId(fault.worker))) is not None:
+                    worker.slow_down(fault)
 
     def _kill(self, worker: SimWorker | None, fault: WorkerDies) -> None:
         if worker is None or not worker.is_alive:

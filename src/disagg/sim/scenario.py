@@ -115,7 +115,21 @@ class WorkerDrains(msgspec.Struct, frozen=True):
     worker: str
 
 
-Fault = WorkerDies | LinkBreaks | WorkerDrains
+class WorkerSlows(msgspec.Struct, frozen=True):
+    """Steps that begin from then on take so many times as long as described; whoever comes in its place is no faster."""
+
+    at_s: float
+    worker: str
+    prompts: float = 1.0  # what reading prompts takes
+    streams: float = 1.0  # the rest of a step
+
+    def __post_init__(self) -> None:
+        if not (0 < self.prompts < float("inf") and 0 < self.streams < float("inf")):
+            text = f"{self.worker} takes {self.prompts:g} and {self.streams:g} times as long"
+            raise ConfigurationError(f"{text}: both must be above 0; 1 is as described")
+
+
+Fault = WorkerDies | LinkBreaks | WorkerDrains | WorkerSlows
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
