@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 from tests.unit.sim.rigs import LinearSteps, pools, scenario, work
 
+from disagg.bench.workload import Lengths, PrefixPool
 from disagg.sim.outcome import Outcome
 from disagg.sim.simulate import simulate
 
 
 def played(**steps: Any) -> Outcome:
-    asked = work(25, rate_per_s=6)
+    asked = work(25, rate_per_s=6, prompt=Lengths(120, 80, is_lognormal=True), prefixes=PrefixPool())
     return simulate(scenario(pools(1, 1, steps=LinearSteps(**steps)), asked, max_timelines=25), 1)
 
 
