@@ -1,6 +1,6 @@
 """The served system beside llama.cpp's server: four streaming clients over HTTP, on the same two cores.
 
-    python benchmarks/engine_http.py [--quick] [--rounds 2] [--requests 3] [--serve-flags "..."]
+    python benchmarks/engine_http.py [--quick] [--rounds 2] [--requests 3] [--serve-flags "..."] [--paced]
 
   split      disagg serve, 1 prefill + 1 decode worker, a core and a thread each; every prompt is handed off
   steady     the same with --first-token steady: token 1 is told when the step for token 2 begins
@@ -9,6 +9,7 @@
 
 Each client asks again as soon as its answer is over, `requests` times a round; all servers stay up, one is asked at a
 time, in an order that rotates. No two prompts share a beginning. The clients share the cores with whoever runs.
+--paced: ours alone, on a device whose speed holds still (paced.py): what gaps are left are of the system's own making.
 
 TTFT  request sent -> token 1
 gap   time between two tokens of one answer, where all its tokens have text; first: from token 1 to token 2
@@ -27,6 +28,8 @@ from pathlib import Path
 
 import msgspec
 
+import paced
+from disagg.cluster.local import PROGRAM
 from disagg.modelfiles.fetch import resolve_model
 from harness import (
     Prompts,
@@ -180,6 +183,7 @@ def main() -> None:
     parser = options(__doc__, rounds=2)
     parser.add_argument("--requests", type=int, default=3, help="of each client and round")
     parser.add_argument("--serve-flags", default="", help="more flags for disagg serve, in one string")
+    paced.add_option(parser)
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.requests = 1, 1
@@ -189,9 +193,14 @@ def main() -> None:
     tokens = f"{load.prompt_tokens} tokens in, {load.answer_tokens} out"
     print(f"{NUM_CLIENTS} clients, {tokens}; more flags: {args.serve_flags!r}")
     with contextlib.ExitStack() as stack:
-        servers = {name: stack.enter_context(serving(args.model, *pools, *flags)) for name, pools in SIDES.items()}
+        program, own = paced.device(args) if args.paced else (PROGRAM, ())
+        servers = {
+            name: stack.enter_context(serving(args.model, *pools, *own, *flags, program=program))
+            for name, pools in SIDES.items()
+        }
         urls = {name: server.url for name, server in servers.items()}
-        urls |= stack.enter_context(llamacpp_servers(resolve_model(args.model, report=print)))
+        if not args.paced:
+            urls |= stack.enter_context(llamacpp_servers(resolve_model(args.model, report=print)))
         use = cpu_use()
         found = measure(urls, load, args)
         foreign = foreign_share(use, cpu_use())

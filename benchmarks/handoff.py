@@ -1,6 +1,7 @@
 """The hand-off over links of several speeds: layer-wise, compressed and synchronous beside one mixed worker.
 
-    python benchmarks/handoff.py [--rounds 3] [--links NAME ...] [--lengths N ...] [--sweep | --no-sweep] [--quick]
+    python benchmarks/handoff.py [--rounds 3] [--links NAME ...] [--lengths N ...] [--sweep | --no-sweep]
+        [--paced] [--quick]
 
 Links: one host (shared memory; TCP) and two network namespaces with an emulated link between them, which need root:
 1 Gbit/s, 1 Gbit/s with 5 ms more there and back, 100 Mbit/s. There the data go under mutual TLS, as between machines.
@@ -17,6 +18,9 @@ sweep            the layer-wise side with several --min-push-bytes, on the links
 Where the wire takes less time than the prompt, token 2 is to come within 5 % and the last push of the mixed worker's;
 where it takes longer, nothing but the link is to be waited for: line use. The wire's own time is what the link's rate
 says, on one host what the worker has learned.
+
+--paced: on a device whose speed holds still (paced.py). All is there but the moods of a shared machine, which are
+larger than 5 %; and, as with a GPU, the host's cores have time for the hand-off beside a step.
 """
 
 import argparse
@@ -33,6 +37,7 @@ import httpx
 import msgspec
 
 import harness
+import paced
 from disagg.core.formats import KvWire
 from disagg.core.roles import Role
 from disagg.core.spans import KvLayout, Span
@@ -135,7 +140,8 @@ def clusters(
 ) -> Iterator[tuple[dict[str, Server], LinkShape | None]]:
     """A server per side, all up; this thread is at the clients' end of the link."""
     shape = LINKS[name]
-    more = ("--kv-memory", kv_memory, *harness.STEADY_FLAGS)
+    program, flags_of_all = args.device
+    more = ("--kv-memory", kv_memory, *flags_of_all)
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
         if shape is None:
@@ -143,7 +149,7 @@ def clusters(
             transport = ("--transport", "auto" if name == "shared memory" else "tcp")
             for side, own in flags.items():
                 pools = ("--mixed", "2") if side == MIXED else (*split, *transport, *own)
-                servers[side] = stack.enter_context(serving(args.model, *pools, *more))
+                servers[side] = stack.enter_context(serving(args.model, *pools, *more, program=program))
         else:
             pair = stack.enter_context(LinkedNamespaces(shape))
             stack.enter_context(pair.entered(0))
@@ -151,10 +157,11 @@ def clusters(
             path, served = resolve_model(args.model), served_name(args.model)
             for side, own in flags.items():
                 if side == MIXED:
-                    server: Server = stack.enter_context(serving(args.model, "--mixed", "2", *more))
+                    server: Server = stack.enter_context(serving(args.model, "--mixed", "2", *more, program=program))
                 else:
                     places = (str(cores[0]), str(cores[1 % len(cores)]))
-                    server = stack.enter_context(SpreadCluster(pair, path, served, (*more, *own), cores=places))
+                    spread = SpreadCluster(pair, path, served, (*more, *own), cores=places, program=program)
+                    server = stack.enter_context(spread)
                 servers[side] = server
         yield servers, shape
 
@@ -341,14 +348,16 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", default=list(LINKS), choices=list(LINKS), metavar="NAME")
     parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS), metavar="N")
     parser.add_argument("--sweep", action=argparse.BooleanOptionalAction, help="only the sweep; or all but it")
+    paced.add_option(parser)
     args = parser.parse_args()
+    args.device = paced.device(args)
     if args.quick:
         args.rounds, args.lengths = 1, [256]
     prompts = Prompts(args.model)
     print(harness.heading(args), "interleaved")
     dtype = prompts.config.kv_layout(BLOCK_SIZE).dtype
     print(f"lone prompts, {ANSWER_TOKENS} tokens of answer, greedy, no prefix reuse, KV {dtype}")
-    print("all sides:", *harness.STEADY_FLAGS)
+    print("all sides:", *args.device.flags, "(steps take the time that paced.py says)" if args.paced else "")
     default = DEFAULTS.min_push_bytes
     modes = {MIXED: ((), default), **{side: (flags, default) for side, flags in MODES.items()}}
     results: dict[str, object] = {}

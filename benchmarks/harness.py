@@ -25,14 +25,13 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
+from disagg.cluster.local import PROGRAM
 from disagg.modelfiles.config import ModelConfig, read_config
 from disagg.modelfiles.fetch import resolve_model, served_name
 from disagg.modelfiles.tokenizer import load_tokenizer
 from disagg.testing.processes import Serve, wait_until
 
 READY_TIMEOUT_S = 180.0
-# AMX tiles run at half speed whenever a neighbour on the host uses them; plain vectors swing by a third only.
-STEADY_FLAGS = ("--kernels", "portable")
 IDLE_TIMEOUT_S = 30.0
 CYCLE_WORDS = 16
 CYCLE_REPEATS = 4
@@ -44,9 +43,9 @@ Metrics = Mapping[tuple[str, str, str], float]  # (name, worker or "", own label
 
 
 @contextlib.contextmanager
-def serving(model: str, *pools: str) -> Iterator[Serve]:
+def serving(model: str, *pools: str, program: Sequence[str] = PROGRAM) -> Iterator[Serve]:
     """`disagg serve MODEL POOLS...` on a free port, ready; gone afterwards whatever happened."""
-    with Serve((model, *pools), ready_timeout_s=READY_TIMEOUT_S) as server:
+    with Serve((model, *pools), ready_timeout_s=READY_TIMEOUT_S, program=program) as server:
         yield server
 
 

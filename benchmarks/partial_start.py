@@ -1,6 +1,6 @@
 """What it gains to begin a first step while KV is still on a slow link, and what other streams notice of it.
 
-    python benchmarks/partial_start.py [--rounds 10] [--rate-mbit 100] [--prompt-tokens 512] [--quick]
+    python benchmarks/partial_start.py [--rounds 10] [--rate-mbit 100] [--prompt-tokens 512] [--paced] [--quick]
 
 Two clusters over an emulated link between network namespaces (needs root), --partial-start off and auto, are both up
 and asked in turn, in an order that rotates. A prefill and a decode worker have a core each. Differences and ratios are
@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 import harness
+import paced
 from disagg.core.roles import PartialStart
 from disagg.modelfiles.fetch import resolve_model, served_name
 from disagg.telemetry.metrics import PARTIAL_STARTS
@@ -63,12 +64,15 @@ def clusters(args: argparse.Namespace) -> Iterator[dict[str, SpreadCluster]]:
     cores = sorted(os.sched_getaffinity(0))
     places = (str(cores[0]), str(cores[1 % len(cores)]))
     path, name = resolve_model(args.model), served_name(args.model)
-    flags = ("--kv-memory", "256M", *harness.STEADY_FLAGS)
+    program, flags = args.device
+    flags = ("--kv-memory", "256M", *flags)
     with contextlib.ExitStack() as stack:
         pair = stack.enter_context(LinkedNamespaces(LinkShape(args.rate_mbit)))
         stack.enter_context(pair.entered(0))
         yield {
-            side: stack.enter_context(SpreadCluster(pair, path, name, (*flags, "--partial-start", side), cores=places))
+            side: stack.enter_context(
+                SpreadCluster(pair, path, name, (*flags, "--partial-start", side), cores=places, program=program)
+            )
             for side in SIDES
         }
 
@@ -183,7 +187,9 @@ def main() -> None:
     parser = harness.options(__doc__, rounds=10)
     parser.add_argument("--rate-mbit", type=float, default=100.0, help="of the emulated link")
     parser.add_argument("--prompt-tokens", type=int, default=512)
+    paced.add_option(parser)
     args = parser.parse_args()
+    args.device = paced.device(args)
     if args.quick:
         args.rounds, args.prompt_tokens = 1, 256
     print(harness.heading(args), "interleaved")

@@ -1,6 +1,6 @@
 """The simulator beside our own live system: the same requests, asked here and played in virtual time.
 
-    python benchmarks/simulated_live.py [--seconds 20] [--rounds 3] [--profile FILE] [--stages] [--quick]
+    python benchmarks/simulated_live.py [--seconds 20] [--rounds 3] [--profile FILE] [--paced] [--stages] [--quick]
 
 1. `disagg profile --served-rounds` times steps, a lone client, and workers beside busy neighbours on this machine
    (--profile: one that was written before). Nothing of what is compared goes into it.
@@ -13,6 +13,8 @@
    fast, moment by moment. In brackets: as fast as the lone answers were, all the time. A round counts where the two
    lone clients agree on what the watch's seconds mean, within 10 %; without such a round there is no verdict.
 
+--paced serves and profiles on a device whose speed holds still (see paced.py): all is there but the machine's own
+moods, which on a shared one are larger than what is compared. How many steps were late is printed. Nothing is watched.
 --stages shows where the time of each request went on both sides (stages_beside.py), of the last round of each load.
 Router and client have no core of their own: what they take of the workers' cores is printed. Target: 10 %.
 """
@@ -32,6 +34,7 @@ from typing import NamedTuple
 import msgspec
 
 import harness
+import paced
 from disagg.bench.measure import LoadPlan, LoadResult
 from disagg.bench.percentiles import summary
 from disagg.bench.record import RequestRecord
@@ -96,7 +99,7 @@ class Round(NamedTuple):
     """One load, once: here, and in virtual time."""
 
     live: LoadResult
-    paced: Outcome
+    watched: Outcome
     by_lone: Outcome
     lone: tuple[Lone, Lone]  # before and after
     shares: tuple[float, float, float]  # of client and router, of a core; of others, of all
@@ -135,9 +138,9 @@ def profile_of(args: argparse.Namespace, folder: Path) -> Here:
         repeats, rounds = ("1", "1") if args.quick else ("3", "3")
         flags = ("--max-prompt", "512", "--max-streams", "8", "--limit-s", "30", "--num-blocks", str(NUM_BLOCKS))
         words = ("profile", args.model, "--out", str(path), "--repeats", repeats, "--served-rounds", rounds)
-        words = (*words, *harness.STEADY_FLAGS, *flags)
+        words = (*words, *args.device.flags, *flags)
         before, ours_s = harness.cpu_use(), ended_children_s()
-        with MarkedProcess(words) as process:
+        with MarkedProcess(words, program=args.device.program) as process:
             if process.wait(PROFILE_TIMEOUT_S) != 0:
                 raise ConfigurationError(f"disagg profile failed: {process.output}")
             print("\n".join(f"  {line}" for line in process.lines[-4:]), flush=True)
@@ -162,7 +165,8 @@ def ended_children_s() -> float:
 
 def compare(side: Side, here: Here, slo: Slo, args: argparse.Namespace) -> list[Compared]:
     flags = ("--local-prefill-tokens", str(LOCAL_TOKENS), "--num-blocks", str(NUM_BLOCKS))
-    with harness.serving(args.model, *side.pools, *harness.STEADY_FLAGS, *flags) as server:
+    words = (args.model, *side.pools, *args.device.flags, *flags)
+    with harness.serving(*words, program=args.device.program) as server:
         cores = sorted({harness.cores_of(server, name)[0] for name in side.workers})
         with MachineWatch(cores) as watch:
             live = LiveSide(side, server, watch, here.serving, args)
@@ -200,16 +204,19 @@ def play_round(
     result = live.ask(plan)
     ended_s, taken, steps_after = time.perf_counter(), shares.taken(), harness.scrape(live.server)
     after = live.ask_lone()
-    usual, slows = paces_of(live.watched(), begun_s, ended_s, AfterLone(load).start_s)
-    level = before.per_watched.mean_with(after.per_watched)
-    paced_at = here.at(Speed(level.prompts * usual.compute_s, level.streams * usual.memory_s))
     lone_at = here.at(before.speed.mean_with(after.speed))
+    watched_at, slows = lone_at, tuple[WorkerSlows, ...]()
+    if not args.paced:
+        usual, slows = paces_of(live.watched(), begun_s, ended_s, AfterLone(load).start_s)
+        level = before.per_watched.mean_with(after.per_watched)
+        watched_at = here.at(Speed(level.prompts * usual.compute_s, level.streams * usual.memory_s))
     num_kept = load.num_requests + LONE_PROMPTS
-    paced, by_lone = (
+    watched, by_lone = (
         simulate(scenario_of(side, at, AfterLone(load), slo, Fidelity.SMALL, faults, num_kept), seed)
-        for at, faults in ((paced_at, slows), (lone_at, ()))
+        for at, faults in ((watched_at, slows), (lone_at, ()))
     )
-    return Round(result, paced, by_lone, (before, after), taken, tuple(stage_lines(result, paced, steps, steps_after)))
+    lines = stage_lines(result, watched, steps, steps_after)
+    return Round(result, watched, by_lone, (before, after), taken, tuple(lines))
 
 
 def paces_of(
@@ -247,7 +254,7 @@ def compared(side: Side, load: float, rate_per_s: float, slo: Slo, rounds: Seque
     counted = steady or rounds
     records = [record for each in counted for record in each.live.records]
     found = [figures_of(records, slo)]
-    for outcomes in ([each.paced for each in counted], [each.by_lone for each in counted]):
+    for outcomes in ([each.watched for each in counted], [each.by_lone for each in counted]):
         played = [r for outcome in outcomes for r in outcome.records if r.number >= LONE_PROMPTS]
         found.append(figures_of(played, slo))
     rows = [Row(name, *(each[name] for each in found)) for name in found[0]]
@@ -300,17 +307,23 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load in a round")
     parser.add_argument("--profile", default="", help="a profile with served times, instead of a new one")
     parser.add_argument("--stages", action="store_true", help="show where the time of the requests went on both sides")
+    paced.add_option(parser)
     args = parser.parse_args()
     args.loads = LOADS
+    args.device = paced.device(args)
     if args.quick:
         args.seconds, args.rounds, args.loads = min(args.seconds, 8.0), 1, LOADS[1:2]
     print(harness.heading(args), f" {args.seconds:g} s a load", flush=True)
     try:
         with tempfile.TemporaryDirectory() as folder:
+            late_path = Path(folder) / "late"
+            os.environ[paced.LATE_FILE] = str(late_path)
             here = profile_of(args, Path(folder))
-        slo = slo_of(here.serving)
-        print(f"targets: TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s", flush=True)
-        found = [each for side in SIDES for each in compare(side, here, slo, args)]
+            slo = slo_of(here.serving)
+            print(f"targets: TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s", flush=True)
+            found = [each for side in SIDES for each in compare(side, here, slo, args)]
+            if args.paced:
+                print(f"\n{paced.late_steps(late_path)}")
     except ConfigurationError as error:
         print(error, file=sys.stderr)
         return 2

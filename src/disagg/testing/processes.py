@@ -262,7 +262,7 @@ class Serve(MarkedProcess):
 
     def pid_of(self, name: str) -> int:
         """Pid of 'router' or of a worker, such as 'decode-0'. Raises InternalFault when it does not run."""
-        wanted = " disagg router " if name == "router" else f" --worker-id {name} "
+        wanted = " router --" if name == "router" else f" --worker-id {name} "
         pids = [pid for pid, command in self.family().items() if wanted in f"{command} "]
         if len(pids) != 1:
             raise InternalFault(f"{len(pids)} processes named {name!r} among {self.family()}")

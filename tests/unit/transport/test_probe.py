@@ -48,3 +48,17 @@ def test_a_latency_that_was_badly_measured_makes_no_link_endlessly_fast(monkeypa
     found = measured(monkeypatch, link)
     assert found.bytes_per_s <= 1e9 / probe.LEAST_SHARE
     assert found.latency_s < 0.016
+
+
+def test_one_exchange_during_which_a_process_had_to_wait_makes_no_link_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(2e9, [1e-4, 1e-4, 1e-4, 0.06, 1e-4])
+    found = measured(monkeypatch, link, budget_s=0.0125)
+    assert found.bytes_per_s == pytest.approx(2e9)
+    assert len(link.sizes) == probe.NUM_PINGS + probe.MIN_EXCHANGES
+
+
+def test_a_link_that_is_slow_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(125e3, [1e-3])  # 1 Mbit/s: the first exchange takes longer than all that may be spent
+    found = measured(monkeypatch, link, budget_s=0.0125)
+    assert found.bytes_per_s == pytest.approx(125e3, rel=0.01)
+    assert len(link.sizes) == probe.NUM_PINGS + 1

@@ -90,9 +90,9 @@ def measure(
 def plan_of(shape: StepShape, block_size: int) -> StepPlan:
     """A step of this shape; every sequence has blocks of its own, streams share the context evenly."""
     each = shape.decode_contexts_sum // shape.num_decode if shape.num_decode else 0
-    wanted = [*shape.prefill, *[(1, each - 1)] * shape.num_decode]
+    wanted = [(*prompt, 0) for prompt in shape.prefill] + [(1, each - 1, 1)] * shape.num_decode
     rows, used = [], 0
-    for number, (new, position) in enumerate(wanted):
+    for number, (new, position, output_position) in enumerate(wanted):
         num_blocks = -(-(new + position) // block_size)
         rows.append(
             StepRow(
@@ -101,6 +101,7 @@ def plan_of(shape: StepShape, block_size: int) -> StepPlan:
                 position=position,
                 block_table=tuple(BlockId(used + block) for block in range(num_blocks)),
                 sampling=GREEDY,
+                output_position=output_position,
             )
         )
         used += num_blocks

@@ -12,6 +12,7 @@ from typing import Self
 import httpx
 
 from disagg.cluster.authority import make_keys
+from disagg.cluster.local import PROGRAM
 from disagg.core.errors import InternalFault
 from disagg.router.config import Announcement, decode_announcement
 from disagg.testing.links.namespaces import ADDRESSES, LinkedNamespaces
@@ -24,7 +25,7 @@ KEY_DAYS = 30  # the doctor speaks of those that end sooner
 class SpreadCluster:
     """Router and prefill-0 at end 0, decode-0 at end 1. Use as a context manager from a thread that is at end 0.
 
-    worker_arguments: for both; cores: one for each.
+    worker_arguments: for both; cores: one for each; program: what is run as `disagg`.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class SpreadCluster:
         worker_arguments: Sequence[str] = (),
         *,
         cores: tuple[str, str] = ("", ""),
+        program: Sequence[str] = PROGRAM,
     ) -> None:
         self._pair = pair
         self._model = model
         self._name = served_name
         self._arguments = tuple(worker_arguments)
         self._cores = cores
+        self._disagg = tuple(program)
         self._stack = contextlib.ExitStack()
         self.url = ""
         self.keys = ("", "")  # directories, by end
@@ -63,7 +66,7 @@ class SpreadCluster:
         self._stack.__exit__(kind, error, tb)
 
     def _program(self, end: int) -> tuple[str, ...]:
-        return (*self._pair.inside(end), sys.executable, "-m", "disagg")
+        return (*self._pair.inside(end), *self._disagg)
 
     def _router(self) -> MarkedProcess:
         http = ("--host", "127.0.0.1", "--port", "0", "--local-prefill-tokens", "0")
