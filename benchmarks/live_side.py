@@ -83,7 +83,9 @@ class LiveSide:
         gaps_s = [gap_s for record in result.records if record.is_whole for gap_s in record.gaps_s[1:]]
         choices = [choice for timeline in result.observation.timelines for choice in timeline.choices]
         if not gaps_s or not choices:
-            raise ConfigurationError(f"none of {LONE_PROMPTS} lone prompts got an answer of three tokens and a timeline")
+            raise ConfigurationError(
+                f"none of {LONE_PROMPTS} lone prompts got an answer of three tokens and a timeline"
+            )
         step_s = statistics.median(choice.seconds(Part.TTFT, Stage.PREFILL) for choice in choices)
         lone = LoneTimes(LONE_PROMPT, step_s, LONE_PROMPT + LONE_ANSWER / 2, statistics.median(gaps_s))
         speed = self._serving.speed_of(lone)

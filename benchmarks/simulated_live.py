@@ -93,8 +93,6 @@ def error_of(live: float, simulated: float) -> float:
     return simulated / live - 1
 
 
-
-
 class Round(NamedTuple):
     """One load, once: here, and in virtual time."""
 
@@ -159,7 +157,6 @@ def ended_children_s() -> float:
     return use.ru_utime + use.ru_stime
 
 
-
 # ---- both
 
 
@@ -198,14 +195,17 @@ def play_round(
 ) -> Round:
     load = work_of(rate_per_s, max(8, round(rate_per_s * args.seconds)))
     seed = args.seed + number
-    plan = LoadPlan(workload=load, slo=slo, rate_per_s=rate_per_s, seed=seed, prompt_seed=round(1e6 * rate_per_s) + seed)
+    plan = LoadPlan(
+        workload=load, slo=slo, rate_per_s=rate_per_s, seed=seed, prompt_seed=round(1e6 * rate_per_s) + seed
+    )
     shares, steps = Shares(live.server), harness.scrape(live.server)
     begun_s = time.perf_counter()
     result = live.ask(plan)
     ended_s, taken, steps_after = time.perf_counter(), shares.taken(), harness.scrape(live.server)
     after = live.ask_lone()
     lone_at = here.at(before.speed.mean_with(after.speed))
-    watched_at, slows = lone_at, tuple[WorkerSlows, ...]()
+    watched_at = lone_at
+    slows: tuple[WorkerSlows, ...] = ()
     if not args.paced:
         usual, slows = paces_of(live.watched(), begun_s, ended_s, AfterLone(load).start_s)
         level = before.per_watched.mean_with(after.per_watched)

@@ -116,7 +116,7 @@ class WorkerDrains(msgspec.Struct, frozen=True):
 
 
 class WorkerSlows(msgspec.Struct, frozen=True):
-    """Steps that begin from then on take so many times as long as described; whoever comes in its place is no faster."""
+    """Steps that begin from then on, its own and those of its successors, take so many times as long as described."""
 
     at_s: float
     worker: str

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from disagg.bench.workload import WorkRequest, Workload
+from disagg.bench.workload import Workload, WorkRequest
 from disagg.core.roles import Role
 from disagg.policy.step_time import StepCosts
 from disagg.sim.hardware.fitted import Profile
@@ -48,9 +48,7 @@ def test_sides_are_played_on_the_machine_as_fast_as_it_is(script: Any) -> None:
     assert [side.workers for side in script.SIDES] == [("prefill-0", "decode-0"), ("mixed-0", "mixed-1")]
     for side in script.SIDES:
         reports = [
-            simulate(
-                script.scenario_of(side, here.at(speed), script.work_of(1.0, 20), slo, Fidelity.SMALL), 1
-            ).report
+            simulate(script.scenario_of(side, here.at(speed), script.work_of(1.0, 20), slo, Fidelity.SMALL), 1).report
             for speed in (Speed(), Speed(2.0, 2.0))
         ]
         assert reports[0].num_finished == 20

@@ -44,9 +44,7 @@ def times() -> ServedTimes:
     def turns(around_s: float, alone_s: float, slowdown: float) -> tuple[ServedTurns, ...]:
         """The machine is as fast as it was profiled, then much slower, then much faster."""
         speeds = (1.0, 1.9, 0.7)
-        return tuple(
-            ServedTurns(around_s + speed * alone_s, around_s + speed * slowdown * alone_s) for speed in speeds
-        )
+        return tuple(ServedTurns(around_s + speed * alone_s, around_s + speed * slowdown * alone_s) for speed in speeds)
 
     return ServedTimes(
         prompts=tuple(ServedPrompt(n, around_s + prompt_s(n), prompt_s(n)) for n in (48, 160, 448)),
