@@ -74,6 +74,7 @@ class SimCluster:
         self.start_s = 0.0
         self.dispatcher = Dispatcher(dispatcher_config(scenario), on_decided)
         self._stream = stream
+        self._model = scenario.models[0]  # of requests that name none
         self._open: dict[RequestId, OpenRecord] = {}
         self._held = HeldTokens(self.heap, self.records, self._open, self._hear, scenario.message_s)
         self._specs = {spec.name: spec for spec in scenario.workers}
@@ -96,8 +97,6 @@ class SimCluster:
         self._start()
         heap, check_every = self.heap, self.scenario.max_events_between_checks
         while self._num_due or self._open:
-            if heap.now_s - self.start_s > self.scenario.limit_s:
-                raise InternalFault(f"{len(self._open)} requests are open after {self.scenario.limit_s:g} s")
             if not heap.step():
                 raise InternalFault(f"nothing is left to happen and {len(self._open)} requests are open")
             if heap.num_events % check_every == 0:
@@ -134,6 +133,9 @@ class SimCluster:
         self._pull()
 
     def _tick(self) -> None:
+        """Raises InternalFault when the run takes too long."""
+        if self.heap.now_s - self.start_s > self.scenario.limit_s:
+            raise InternalFault(f"{len(self._open)} requests are open after {self.scenario.limit_s:g} s")
         self._tell(TimePassed())
         self.heap.after(TICK_S, self._tick)
 
@@ -176,7 +178,7 @@ class SimCluster:
     def _submit(self, request: WorkRequest, arrived_s: float) -> None:
         self._num_due -= 1
         asked = GenerateRequest(
-            request.model or self.scenario.models[0],
+            request.model or self._model,
             prompt_ids(request.runs),
             SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0),
             priority=request.priority,
