@@ -1,10 +1,17 @@
-"""Two closed loops at once: one whose answers are looked at, and one that keeps something busy beside it."""
+"""Two closed loops at once: one whose answers are looked at, and one that keeps something busy beside it.
+
+Where the second one pauses now and then, the first one is seen with and without it, in turns of a second or two.
+"""
 
 import random
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from disagg.bench.workload import ClosedWork, Run, WorkRequest, WorkStream
+
+Stretch = tuple[float, float]  # from, to
 
 
 class BesideWork(msgspec.Struct, frozen=True):
@@ -51,3 +58,24 @@ def _of_both(request: WorkRequest, place: int) -> WorkRequest:
     """Number and labels that the other loop does not use."""
     runs = tuple(Run(2 * run.label + place, run.num_tokens) for run in request.runs)
     return msgspec.structs.replace(request, number=2 * request.number + place, runs=runs)
+
+
+class InTurns(NamedTuple):
+    """Seconds that the same work took while its neighbour had nothing to do, and while it was busy."""
+
+    alone_s: list[float]
+    beside_s: list[float]
+
+
+def in_turns(spans: Iterable[Stretch], busy: Sequence[Stretch], near: Sequence[Stretch]) -> InTurns:
+    """Spans of the work that touch no stretch of `near`, and those that lie within one of `busy`; others tell nothing.
+
+    busy: when the neighbour did what is asked about; near: when it did anything at all.
+    """
+    found = InTurns([], [])
+    for begin_s, end_s in spans:
+        if any(since_s <= begin_s and end_s <= until_s for since_s, until_s in busy):
+            found.beside_s.append(end_s - begin_s)
+        elif not any(since_s < end_s and begin_s < until_s for since_s, until_s in near):
+            found.alone_s.append(end_s - begin_s)
+    return found

@@ -102,7 +102,7 @@ def _serving_lines(serving: Serving) -> list[str]:
         (
             f"served: {1e3 * costs.base_s:.3g} ms a step, {1e6 * costs.prompt_token_s:.3g} us a prompt token, "
             f"{1e6 * costs.stream_s:.3g} us a stream; {1e3 * serving.request_s:.3g} ms a request, "
-            f"{1e3 * serving.handoff_s:.3g} ms a hand-off"
+            f"{1e3 * serving.handoff_s:.3g} ms a hand-off, {1e3 * serving.prompt_step_s:+.3g} ms a step with prompts"
         ),
         (
             f"beside a busy neighbour: prompts {beside.prompts_beside_prompts:.2f} times as long by prompts, "

@@ -24,12 +24,10 @@ def append_hashes(
     hashes: list[BlockHash], token_ids: Sequence[int], block_size: int, root: BlockHash
 ) -> list[BlockHash]:
     """Append to `hashes` those of the full blocks of the tokens that follow its last block; returns it."""
-    num_blocks = len(token_ids) // block_size
-    packed = array("q", token_ids[: num_blocks * block_size]).tobytes()
-    block_bytes = 8 * block_size
-    parent = hashes[-1] if hashes else root
-    for start in range(0, len(packed), block_bytes):
-        tokens = packed[start : start + block_bytes]
-        parent = BlockHash(hashlib.blake2b(parent + tokens, digest_size=HASH_BYTES).digest())
-        hashes.append(parent)
+    blake2b, block_bytes = hashlib.blake2b, 8 * block_size  # looked up once: prompts have thousands of blocks
+    packed = array("q", token_ids).tobytes()
+    parent: bytes = hashes[-1] if hashes else root
+    for start in range(0, len(packed) - block_bytes + 1, block_bytes):
+        parent = blake2b(parent + packed[start : start + block_bytes], digest_size=HASH_BYTES).digest()
+        hashes.append(BlockHash(parent))
     return hashes

@@ -32,6 +32,7 @@ from disagg.sim.scenario import (
     Slo,
     WorkerDies,
     WorkerDrains,
+    WorkerSlows,
     WorkerSpec,
 )
 from disagg.worker.config import WorkerConfig
@@ -109,6 +110,7 @@ class ScenarioFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dies: tuple[WorkerDies, ...] = ()
     breaks: tuple[LinkBreaks, ...] = ()
     drains: tuple[WorkerDrains, ...] = ()
+    slows: tuple[WorkerSlows, ...] = ()
     weights: Precision = Precision.BF16
     kv: Precision = Precision.BF16
     kv_wire: KvWire = KvWire.NATIVE
@@ -214,7 +216,7 @@ def scenario_of(file: ScenarioFile) -> Scenario:
         slo=target_of(file).slo,
         fidelity=file.fidelity,
         lines=tuple(SiteLine(line.source, line.target, _line_of(line.link)) for line in file.line),
-        faults=(*file.dies, *file.breaks, *file.drains),
+        faults=(*file.dies, *file.breaks, *file.drains, *file.slows),
         local_prefill_tokens=file.local_prefill_tokens,
         contention=serving.contention if serving is not None else Contention(),
         request_s=serving.request_s if serving is not None else 0.0,

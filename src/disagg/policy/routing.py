@@ -92,15 +92,13 @@ def choose(workers: Sequence[WorkerView], demand: Demand, local_prefill_tokens: 
     local_prefill_tokens: most uncached tokens that a decode worker reads itself; 0 means never, but for the fallbacks
     that their reasons name.
     """
-    writers = [view for view in workers if view.role is not Role.PREFILL and view.worker_id not in demand.excluded]
+    taking = workers if not demand.excluded else [view for view in workers if view.worker_id not in demand.excluded]
+    writers = [view for view in taking if view.role is not Role.PREFILL]
     writers = writers or [view for view in workers if view.role is not Role.PREFILL]
     if not writers:
         return NoPlacement(what_is_missing(workers))
-    sources = [view for view in workers if view.role is Role.PREFILL and view.worker_id not in demand.excluded]
-    # A decode worker without a prefill partner is second choice to anything that works as intended.
-    whole = [view for view in writers if view.role is Role.MIXED or _is_partner(view.worker_id, sources)] or writers
-    decode = _best_holding(whole, demand.num_total_tokens, demand.preferred_decode, _decode_load)
-    decode = decode or _best(whole, demand.preferred_decode, _decode_load)
+    sources = [view for view in taking if view.role is Role.PREFILL]
+    decode = _best_writer(writers, sources, demand)
     if decode.role is Role.MIXED:
         return Placement(Path.MIXED, PlacementReason.MIXED_WORKER, decode.worker_id)
     uncached = demand.num_uncached_tokens
@@ -134,9 +132,9 @@ def can_follow(writer: WorkerView, demand: Demand, alone: Placement) -> bool:
 
 def what_is_missing(workers: Sequence[WorkerView]) -> str:
     """A plain sentence; "" when requests can be served."""
-    if any(view.role is Role.MIXED for view in workers) or _has_pair(workers):
-        return ""
     roles = {view.role for view in workers}
+    if Role.MIXED in roles or _has_pair(workers):
+        return ""
     if not roles:
         return "no worker has registered"
     if Role.PREFILL not in roles:
@@ -147,8 +145,23 @@ def what_is_missing(workers: Sequence[WorkerView]) -> str:
 
 
 def _has_pair(workers: Sequence[WorkerView]) -> bool:
-    decodes = {view.worker_id for view in workers if view.role is Role.DECODE}
-    return any(view.role is Role.PREFILL and not view.partners.isdisjoint(decodes) for view in workers)
+    sources = [view for view in workers if view.role is Role.PREFILL]
+    return any(view.role is Role.DECODE and _is_partner(view.worker_id, sources) for view in workers)
+
+
+def _best_writer(writers: Sequence[WorkerView], sources: Sequence[WorkerView], demand: Demand) -> WorkerView:
+    """A decode worker without a prefill partner is second choice to anything that works as intended."""
+    best = _best_holding(writers, demand.num_total_tokens, demand.preferred_decode, _decode_load)
+    if best is not None and _is_whole(best, sources):  # nearly always: then it is the best of those that are, too
+        return best
+    whole = [view for view in writers if _is_whole(view, sources)] or writers
+    best = _best_holding(whole, demand.num_total_tokens, demand.preferred_decode, _decode_load)
+    return best or _best(whole, demand.preferred_decode, _decode_load)
+
+
+def _is_whole(writer: WorkerView, sources: Sequence[WorkerView]) -> bool:
+    """Whether prompts get there as intended."""
+    return writer.role is Role.MIXED or _is_partner(writer.worker_id, sources)
 
 
 def _best_holding(

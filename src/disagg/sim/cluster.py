@@ -37,12 +37,23 @@ from disagg.scheduler import events
 from disagg.scheduler.engine import StepPlan
 from disagg.sim.events import EventHeap
 from disagg.sim.holding import HeldTokens
-from disagg.sim.links import ComputedLinks, FairLinks, Links
+from disagg.sim.links import ComputedLinks, FairLinks, Links, Routes
 from disagg.sim.machine import Machine
 from disagg.sim.records import FAILED, FINISHED, TURNED_AWAY, OpenRecord, RecordTable
-from disagg.sim.scenario import Fault, Fidelity, LinkBreaks, Scenario, WorkerDies, WorkerDrains, WorkerSpec
+from disagg.sim.scenario import (
+    Fault,
+    Fidelity,
+    LinkBreaks,
+    Scenario,
+    WorkerDies,
+    WorkerDrains,
+    WorkerSlows,
+    WorkerSpec,
+)
 from disagg.sim.setup import card_and_config, dispatcher_config
 from disagg.sim.worker import SimWorker
+from disagg.telemetry.stages import Stage
+from disagg.telemetry.track import Head, RequestTrack, TrackStore
 
 TICK_S = 0.5  # like the live router's
 RETRY_S = 0.1  # of a registration while its predecessor is not known to be dead
@@ -59,25 +70,25 @@ class SimCluster:
         self.workers: dict[WorkerId, SimWorker] = {}
         self.ended: list[SimWorker] = []  # earlier incarnations
         self.records = RecordTable()
+        self.tracks = TrackStore(scenario.max_timelines)
         self.start_s = 0.0
         self.dispatcher = Dispatcher(dispatcher_config(scenario), on_decided)
         self._stream = stream
+        self._model = scenario.models[0]  # of requests that name none
         self._open: dict[RequestId, OpenRecord] = {}
         self._held = HeldTokens(self.heap, self.records, self._open, self._hear, scenario.message_s)
         self._specs = {spec.name: spec for spec in scenario.workers}
         self._incarnations = count(1)
         self._reporting: set[tuple[WorkerId, WorkerId]] = set()  # pairings that the router is being told of
         self._cut: set[tuple[WorkerId, WorkerId]] = set()  # links that are down
+        self._slowed: dict[str, WorkerSlows] = {}  # the last of each worker
         self._num_checks = 0
         self._num_due = 0  # requests that will come whatever happens
-        self._lines = {(line.source, line.target): line.link for line in scenario.lines}
         names = dict.fromkeys(spec.machine for spec in scenario.workers if spec.machine)
         self._machines = {name: Machine(self.heap, scenario.contention) for name in names}
-        for spec in scenario.workers:
-            self.links.set_capacity(f"{spec.name} out", spec.nic.bandwidth_bytes_s)
-            self.links.set_capacity(f"{spec.name} in", spec.nic.bandwidth_bytes_s)
-        for line in scenario.lines:
-            self.links.set_capacity(f"{line.source} to {line.target}", line.link.bandwidth_bytes_s)
+        self._routes = Routes(scenario)
+        for resource, bytes_s in self._routes.capacities():
+            self.links.set_capacity(resource, bytes_s)
 
     # --- running -----------------------------------------------------------------------------------------------
 
@@ -86,8 +97,6 @@ class SimCluster:
         self._start()
         heap, check_every = self.heap, self.scenario.max_events_between_checks
         while self._num_due or self._open:
-            if heap.now_s - self.start_s > self.scenario.limit_s:
-                raise InternalFault(f"{len(self._open)} requests are open after {self.scenario.limit_s:g} s")
             if not heap.step():
                 raise InternalFault(f"nothing is left to happen and {len(self._open)} requests are open")
             if heap.num_events % check_every == 0:
@@ -124,6 +133,9 @@ class SimCluster:
         self._pull()
 
     def _tick(self) -> None:
+        """Raises InternalFault when the run takes too long."""
+        if self.heap.now_s - self.start_s > self.scenario.limit_s:
+            raise InternalFault(f"{len(self._open)} requests are open after {self.scenario.limit_s:g} s")
         self._tell(TimePassed())
         self.heap.after(TICK_S, self._tick)
 
@@ -166,23 +178,31 @@ class SimCluster:
     def _submit(self, request: WorkRequest, arrived_s: float) -> None:
         self._num_due -= 1
         asked = GenerateRequest(
-            request.model or self.scenario.models[0],
+            request.model or self._model,
             prompt_ids(request.runs),
             SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0),
             priority=request.priority,
             slo_class=request.slo_class,
         )
+        track = self._track(asked, arrived_s) if self.scenario.max_timelines else None
         try:
-            request_id, actions = self.dispatcher.submit(asked, self.heap.now_s)
+            request_id, actions = self.dispatcher.submit(asked, self.heap.now_s, track)
         except DisaggError:
             self._end(OpenRecord(request, arrived_s), TURNED_AWAY)
             return
         opened = self.dispatcher.open_request(request_id)
-        self._open[request_id] = OpenRecord(request, arrived_s, opened)
+        self._open[request_id] = OpenRecord(request, arrived_s, opened, track)
         self._act(actions)
+
+    def _track(self, asked: GenerateRequest, arrived_s: float) -> RequestTrack:
+        """HTTP has read it by now."""
+        marks = ((Stage.TOKENISE, self.heap.now_s),)
+        return RequestTrack(Head(arrived_s, marks=marks, num_prompt_tokens=len(asked.prompt_ids)), num_choices=1)
 
     def _end(self, record: OpenRecord, end: int) -> None:
         self.records.close(record, end, self.heap.now_s)
+        if record.track is not None:
+            self.tracks.put(record.track)
         now_s = self.heap.now_s - self.start_s
         following = self._stream.after_end(record.request, now_s, is_whole=end == FINISHED)
         if following is not None:
@@ -285,13 +305,7 @@ class SimCluster:
         self.heap.after(self.scenario.message_s, peer.hear_peer, worker, message)
 
     def route(self, source: SimWorker, target: SimWorker) -> tuple[tuple[str, ...], float]:
-        one, other = self._specs[source.worker_id], self._specs[target.worker_id]
-        resources = (f"{one.name} out", f"{other.name} in")
-        line = self._lines.get((one.site, other.site))
-        latency_s = max(one.nic.latency_s, other.nic.latency_s)
-        if line is None:
-            return resources, latency_s
-        return (*resources, f"{one.site} to {other.site}"), latency_s + line.latency_s
+        return self._routes.between(source.worker_id, target.worker_id)
 
     def note_step(self, worker: SimWorker, plan: StepPlan) -> None:
         for row in plan.rows:
@@ -318,6 +332,7 @@ class SimCluster:
             scenario.max_alike_steps,
             self._machines.get(spec.machine),
         )
+        worker.slow_down(self._slowed.get(spec.name))
         self.workers[card.worker_id] = worker
         self._register(worker)
 
@@ -341,6 +356,10 @@ class SimCluster:
                 if worker is not None:
                     self._held.release(worker)
                 self._tell(DrainAsked(WorkerId(fault.worker)))
+            case WorkerSlows():
+                self._slowed[fault.worker] = fault
+                if (worker := self.workers.get(WorkerId(fault.worker))) is not None:
+                    worker.slow_down(fault)
 
     def _kill(self, worker: SimWorker | None, fault: WorkerDies) -> None:
         if worker is None or not worker.is_alive:

@@ -3,7 +3,7 @@
 A transfer uses the sender's card, the receiver's card, and the line between their sites where they have one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Protocol
 
@@ -11,6 +11,7 @@ import msgspec
 
 from disagg.core.errors import InternalFault
 from disagg.sim.events import EventHeap
+from disagg.sim.scenario import Scenario
 
 OnDone = Callable[[bool], object]  # whether all bytes have arrived
 
@@ -197,3 +198,29 @@ class ComputedLinks:
         if not writes:
             del self._open[key]
         known[1](True)
+
+
+class Routes:
+    """What a transfer from one worker to another uses: both cards, and the line between their sites."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._specs = {spec.name: spec for spec in scenario.workers}
+        self._lines = {(line.source, line.target): line.link for line in scenario.lines}
+
+    def capacities(self) -> Iterator[tuple[str, float]]:
+        """Every resource and its bytes/s."""
+        for spec in self._specs.values():
+            yield f"{spec.name} out", spec.nic.bandwidth_bytes_s
+            yield f"{spec.name} in", spec.nic.bandwidth_bytes_s
+        for (source, target), link in self._lines.items():
+            yield f"{source} to {target}", link.bandwidth_bytes_s
+
+    def between(self, source: str, target: str) -> tuple[tuple[str, ...], float]:
+        """Resources, and latency in seconds."""
+        one, other = self._specs[source], self._specs[target]
+        resources = (f"{one.name} out", f"{other.name} in")
+        line = self._lines.get((one.site, other.site))
+        latency_s = max(one.nic.latency_s, other.nic.latency_s)
+        if line is None:
+            return resources, latency_s
+        return (*resources, f"{one.site} to {other.site}"), latency_s + line.latency_s

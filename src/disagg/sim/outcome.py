@@ -20,7 +20,10 @@ from disagg.telemetry.metrics import (
     PUSH_RETRIES,
     REJECTIONS,
     RESERVATIONS_REFUSED,
+    STEP_SECONDS,
+    STEPS,
 )
+from disagg.telemetry.timeline import RequestTimeline, lay_out
 
 
 class Stage(enum.StrEnum):
@@ -33,6 +36,14 @@ class Stage(enum.StrEnum):
     DECODE = "decode"
 
 
+class StepsOfKind(msgspec.Struct, frozen=True):
+    """Steps by what they computed: prefill, decode, both, part."""
+
+    kind: str
+    num_steps: int
+    mean_s: float
+
+
 class WorkerUse(msgspec.Struct, frozen=True):
     """One worker over the run, all its incarnations."""
 
@@ -41,6 +52,7 @@ class WorkerUse(msgspec.Struct, frozen=True):
     num_steps: int
     busy_share: float  # time in steps
     num_pushes: int
+    steps: tuple[StepsOfKind, ...] = ()
 
 
 class PathCount(msgspec.Struct, frozen=True):
@@ -90,11 +102,12 @@ class Report(msgspec.Struct, frozen=True):
 
 
 class Outcome:
-    """The report, and the records behind it."""
+    """The report, the records behind it, and timelines of the last requests as far as the scenario wants them."""
 
-    def __init__(self, report: Report, records: RecordTable) -> None:
+    def __init__(self, report: Report, records: RecordTable, timelines: tuple[RequestTimeline, ...] = ()) -> None:
         self.report = report
         self.records = records
+        self.timelines = timelines  # the oldest first
 
     def to_bytes(self) -> bytes:
         """Equal for runs of one scenario and seed."""
@@ -145,7 +158,8 @@ def outcome_of(cluster: SimCluster, seed: int, num_decisions: int, digest: str) 
         num_decisions=num_decisions,
         decisions_digest=digest,
     )
-    return Outcome(report, records)
+    tracks = cluster.tracks.last(scenario.max_timelines, tenant="")
+    return Outcome(report, records, tuple(lay_out(track) for track in reversed(tracks)))
 
 
 def _summary_of(records: RecordTable, name: str) -> Summary:
@@ -195,9 +209,21 @@ def _uses(cluster: SimCluster, duration_s: float) -> tuple[WorkerUse, ...]:
             num_steps=sum(worker.num_steps for worker in each),
             busy_share=sum(worker.busy_s for worker in each) / duration_s if duration_s else 0.0,
             num_pushes=sum(worker.num_pushes for worker in each),
+            steps=_steps(each),
         )
         for name, each in sorted(lives.items())
     )
+
+
+def _steps(lives: list[SimWorker]) -> tuple[StepsOfKind, ...]:
+    nums: dict[str, float] = {}
+    seconds: dict[str, float] = {}
+    for worker in lives:
+        for name, kind, total in worker.scheduler.counters.items():
+            totals = {STEPS.name: nums, STEP_SECONDS.name: seconds}.get(name)
+            if totals is not None:
+                totals[kind] = totals.get(kind, 0.0) + total
+    return tuple(StepsOfKind(kind, round(num), seconds[kind] / num) for kind, num in sorted(nums.items()))
 
 
 def _paths(records: RecordTable) -> tuple[PathCount, ...]:

@@ -12,6 +12,7 @@ from disagg.core.errors import InternalFault
 from disagg.core.ids import SequenceId
 from disagg.core.request import EmittedToken
 from disagg.dispatch.open_request import OpenRequest
+from disagg.telemetry.track import RequestTrack
 
 PATHS = ("", "mixed", "local", "remote")  # policy.routing.Path, "" for a request that was turned away
 ENDS = ("open", "finished", "failed", "turned_away")
@@ -51,12 +52,20 @@ class OpenRecord:
         "request",
         "second_s",
         "started_s",
+        "track",
     )
 
-    def __init__(self, request: WorkRequest, arrived_s: float, opened: OpenRequest | None = None) -> None:
+    def __init__(
+        self,
+        request: WorkRequest,
+        arrived_s: float,
+        opened: OpenRequest | None = None,
+        track: RequestTrack | None = None,
+    ) -> None:
         self.request = request
         self.arrived_s = arrived_s
         self.opened = opened
+        self.track = track  # where its time goes, if that is kept
         self.started_s = self.first_s = self.second_s = self.last_s = math.nan
         self.max_gap_s = 0.0
         self.num_tokens = 0

@@ -115,7 +115,21 @@ class WorkerDrains(msgspec.Struct, frozen=True):
     worker: str
 
 
-Fault = WorkerDies | LinkBreaks | WorkerDrains
+class WorkerSlows(msgspec.Struct, frozen=True):
+    """Steps that begin from then on, its own and those of its successors, take so many times as long as described."""
+
+    at_s: float
+    worker: str
+    prompts: float = 1.0  # what reading prompts takes
+    streams: float = 1.0  # the rest of a step
+
+    def __post_init__(self) -> None:
+        if not (0 < self.prompts < float("inf") and 0 < self.streams < float("inf")):
+            text = f"{self.worker} takes {self.prompts:g} and {self.streams:g} times as long"
+            raise ConfigurationError(f"{text}: both must be above 0; 1 is as described")
+
+
+Fault = WorkerDies | LinkBreaks | WorkerDrains | WorkerSlows
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,11 +152,15 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     limit_s: float = 1e7  # virtual seconds after which the run is given up
     max_alike_steps: int = 64  # of one event at large fidelity; 1: each has a row for each stream as well
     max_events_between_checks: int = 50_000  # where rules are checked now and then
+    max_timelines: int = 0  # of the last requests that ended, kept as a live router keeps them; small fidelity only
 
     def __post_init__(self) -> None:
         names = [worker.name for worker in self.workers]
         if not names or len(set(names)) != len(names):
             raise ConfigurationError(f"workers {names}: there must be at least one, each with its own name")
+        if self.max_timelines and self.fidelity is not Fidelity.SMALL:
+            text = f"max_timelines is {self.max_timelines} at {self.fidelity.value} fidelity, where few tokens are told"
+            raise ConfigurationError(f"{text}: timelines need small fidelity")
         for fault in self.faults:
             for name in (fault.source, fault.target) if isinstance(fault, LinkBreaks) else (fault.worker,):
                 if name not in names:

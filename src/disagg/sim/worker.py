@@ -33,7 +33,7 @@ from disagg.sim.events import EventHeap
 from disagg.sim.hardware.step_model import StepModel, StepShape
 from disagg.sim.links import Links, Write
 from disagg.sim.machine import Machine, Mark
-from disagg.sim.scenario import Fidelity
+from disagg.sim.scenario import Fidelity, WorkerSlows
 
 FENCE_S = 1e-5  # from a revoked grant to the transport's word that nothing can land
 
@@ -110,6 +110,7 @@ class SimWorker:
         self._acts_s = 0.0  # when the actions that are performed are due: now, or when a step of a stretch ended
         self._stretch: Stretch | None = None
         self._machine = machine
+        self._slowed: WorkerSlows | None = None
         self._max_alike = 1 if machine is not None else max_alike
         self._perform: dict[type, Callable[..., None]] = {
             SendToRouter: self._send_to_router,
@@ -190,7 +191,7 @@ class SimWorker:
         shape = shape_of(plan)
         if shape.prefill:
             self._around.note_step(self, plan)
-        duration_s = self._steps.step_s(shape)
+        duration_s = self._step_s(shape)
         if plan.layers is not None:
             duration_s *= (plan.layers.stop - plan.layers.start) / self.card.layout.num_layers
         marks = self._layer_marks(plan, duration_s)
@@ -201,6 +202,20 @@ class SimWorker:
         for done_s, tell in marks:
             self._heap.at(now_s + done_s, tell)
         self._heap.at(now_s + duration_s, self._finish, plan, duration_s)
+
+    def _step_s(self, shape: StepShape) -> float:
+        seconds, slowed = self._steps.step_s(shape), self._slowed
+        if slowed is None:
+            return seconds
+        share = prompt_share(self._steps, shape)
+        return seconds * (share * slowed.prompts + (1.0 - share) * slowed.streams)
+
+    def slow_down(self, slowed: WorkerSlows | None) -> None:
+        """The steps that begin from now on; as described where there is none."""
+        self.catch_up()
+        self._slowed = slowed
+        if self._stretch is not None:
+            self._cut(self._stretch, 1)
 
     def _layer_marks(self, plan: StepPlan, duration_s: float) -> list[Mark]:
         """When layers are computed that are pushed while the step goes on, in seconds of the step."""
@@ -240,7 +255,7 @@ class SimWorker:
         self._stretch = stretch = Stretch(plan)
         shape, end_s = shape_of(plan), self._step_began_s
         for _ in range(num_steps):
-            duration_s = self._steps.step_s(shape)
+            duration_s = self._step_s(shape)
             end_s += duration_s
             stretch.durations_s.append(duration_s)
             stretch.ends_s.append(end_s)
@@ -268,8 +283,11 @@ class SimWorker:
     def _shorten(self, stretch: Stretch) -> None:
         """Something has happened: some of the steps may be decided anew."""
         num_steps = self.scheduler.num_alike(len(stretch.ends_s))
-        if num_steps == len(stretch.ends_s):
-            return
+        if num_steps != len(stretch.ends_s):
+            self._cut(stretch, num_steps)
+
+    def _cut(self, stretch: Stretch, num_steps: int) -> None:
+        """Only so many are sure; where that is one, its end is decided like any other's."""
         stretch.cut(max(1, num_steps))
         if num_steps > 1:
             self._heap.at(stretch.ends_s[-1], self._end_stretch, stretch, stretch.ends_s[-1])

@@ -2,8 +2,10 @@
 
 import random
 
+import pytest
+
 from disagg.bench.arrivals import EvenArrivals
-from disagg.bench.beside import BesideWork, is_neighbour
+from disagg.bench.beside import BesideWork, in_turns, is_neighbour
 from disagg.bench.workload import ClosedWork, Lengths, RandomWork, WorkRequest
 
 
@@ -44,3 +46,11 @@ def test_no_two_prompts_share_a_label_or_a_number() -> None:
     asked = play(BesideWork(loop(3, 9, 7), loop(2, 1000, 40)))
     for values in ([request.number for request in asked], [request.runs[0].label for request in asked]):
         assert len(set(values)) == len(asked)
+
+
+def test_spans_in_a_neighbours_turns_and_in_its_pauses_are_told_apart() -> None:
+    busy, near = [(2.0, 4.0)], [(1.5, 4.5)]
+    spans = [(0.0, 1.0), (1.0, 1.6), (2.0, 2.5), (3.5, 4.2), (4.5, 4.6), (1.0, 5.0)]
+    found = in_turns(spans, busy, near)
+    assert found.alone_s == [1.0, pytest.approx(0.1)]
+    assert found.beside_s == [0.5]

@@ -12,7 +12,7 @@ from disagg.core.errors import ConfigurationError, InternalFault
 from disagg.core.roles import HandoffMode, Role
 from disagg.sim.outcome import Outcome, Stage
 from disagg.sim.records import RequestRecord
-from disagg.sim.scenario import Fidelity, Link, LinkBreaks, SiteLine, Slo, WorkerDies, WorkerDrains
+from disagg.sim.scenario import Fidelity, Link, LinkBreaks, SiteLine, Slo, WorkerDies, WorkerDrains, WorkerSlows
 from disagg.sim.simulate import simulate
 
 BOTH = pytest.mark.parametrize("fidelity", list(Fidelity))
@@ -224,7 +224,7 @@ ALIKE = {
         ClosedWork(work(40, output=Lengths(200, 150)), num_clients=6),
         Fidelity.LARGE,
     ),
-    "a death, a drain, a cut": scenario(
+    "a death, a drain, a cut, a slow one": scenario(
         pools(2, 3),
         work(80, rate_per_s=15, output=Lengths(120, 100)),
         Fidelity.LARGE,
@@ -232,6 +232,8 @@ ALIKE = {
             WorkerDies(1.2345, "decode-0", restart_after_s=3.0),
             WorkerDrains(2.3456, "decode-1"),
             LinkBreaks(3.4567, "prefill-0", "decode-2", for_s=1.0),
+            WorkerSlows(1.7531, "decode-2", prompts=1.5, streams=2.0),
+            WorkerSlows(4.1117, "decode-2", streams=0.7),
         ),
     ),
 }
@@ -279,3 +281,35 @@ def test_scenarios_that_cannot_be_are_refused() -> None:
 def test_a_run_that_does_not_end_is_given_up() -> None:
     with pytest.raises(InternalFault, match=r"open after 0\.5 s"):
         simulate(scenario(pools(1, 1), work(40), Fidelity.SMALL, limit_s=0.5), 0)
+
+
+@BOTH
+def test_a_worker_that_slows_down_takes_longer_from_then_on(fidelity: Fidelity) -> None:
+    asked = work(6, prompt=Lengths(256), output=Lengths(30), prefixes=PrefixPool(), arrivals=EvenArrivals(0.5))
+    slows = (WorkerSlows(3.0, "prefill-0", prompts=2.0), WorkerSlows(7.0, "decode-0", streams=3.0))
+    plain, slowed = (
+        sorted(simulate(scenario(pools(1, 1), asked, fidelity, faults=faults), 0).records, key=lambda each: each.number)
+        for faults in ((), slows)
+    )
+    step_s = 0.005 + 256e-4
+    for number, (one, other) in enumerate(zip(plain, slowed, strict=True)):  # number n comes at 2 n seconds
+        assert other.ttft_s - one.ttft_s == pytest.approx(step_s if number >= 2 else 0.0, abs=1e-9)
+        assert other.tpot_s == pytest.approx(3 * one.tpot_s if number >= 4 else one.tpot_s, rel=0.05)
+
+
+@BOTH
+def test_who_comes_in_the_place_of_a_slow_worker_is_as_slow(fidelity: Fidelity) -> None:
+    asked = work(20, rate_per_s=10, prefixes=PrefixPool())
+    dies = WorkerDies(1.0, "prefill-0", restart_after_s=0.5)
+    plain, slowed = (
+        simulate(scenario(pools(1, 1), asked, fidelity, faults=(dies, *slows), detect_s=0.2), 1).report
+        for slows in ((), (WorkerSlows(0.0, "prefill-0", prompts=4.0),))
+    )
+    assert plain.num_finished == slowed.num_finished == 20
+    steps = [use.steps[0].mean_s for report in (plain, slowed) for use in report.workers if use.name == "prefill-0"]
+    assert steps[1] > 2 * steps[0]
+
+
+def test_a_worker_cannot_take_no_time() -> None:
+    with pytest.raises(ConfigurationError, match="1 is as described"):
+        WorkerSlows(0.0, "prefill-0", prompts=0.0)

@@ -58,6 +58,7 @@ class FittedModel:
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
         self._costs = profile.costs if profile.serving is None else profile.serving.costs
+        self._prompt_step_s = 0.0 if profile.serving is None else profile.serving.prompt_step_s
 
     @property
     def name(self) -> str:
@@ -79,7 +80,11 @@ class FittedModel:
         """See StepModel."""
         if not shape.num_tokens:
             return 0.0
-        return self._costs.predict(learned_shape(shape))
+        seconds = self._costs.predict(learned_shape(shape))
+        if not shape.prefill or not self._prompt_step_s:
+            return seconds
+        streams = StepShape((), shape.decode_contexts_sum, shape.num_decode)
+        return max(seconds + self._prompt_step_s, self.step_s(streams))
 
 
 def learned_shape(shape: StepShape) -> LearnedShape:

@@ -1,6 +1,8 @@
 """What serving on one machine adds to an engine's own steps: the worker's loop, the router, HTTP, busy neighbours.
 
-All of it is fitted to times that a client saw of a server whose load was held steady (`ServedTimes`), never to traffic.
+All of it is fitted to times that a client and the server's own timelines saw of loads that were held steady
+(`ServedTimes`), never to traffic. What a neighbour costs is seen in turns, within seconds: a machine that is shared
+with others changes its speed by more than that from one minute to the next.
 """
 
 import statistics
@@ -9,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from disagg.core.errors import ConfigurationError
-from disagg.policy.step_time import StepCosts
+from disagg.policy.step_time import StepCosts, chunk_context
 
 NUM_HOPS = 4  # messages before a first token: start, question and answer of the reservation, the token's way back
 
@@ -38,10 +40,11 @@ class Contention(msgspec.Struct, frozen=True):
 
 
 class ServedPrompt(msgspec.Struct, frozen=True):
-    """TTFT of a prompt of so many tokens that nothing else ran beside."""
+    """A prompt of so many tokens that nothing else ran beside: its TTFT, and the step that read it."""
 
     num_tokens: int
     ttft_s: float
+    step_s: float
 
 
 class ServedGap(msgspec.Struct, frozen=True):
@@ -52,25 +55,30 @@ class ServedGap(msgspec.Struct, frozen=True):
     gap_s: float
 
 
+class ServedTurns(msgspec.Struct, frozen=True):
+    """The same work in one load: while another worker of the machine was idle, and while it was busy."""
+
+    alone_s: float
+    beside_s: float
+
+
 class ServedTimes(msgspec.Struct, frozen=True):
-    """Medians of what a client saw. The beside ones: the same work while another worker of the machine was busy."""
+    """Medians. The last four: TTFT of prompts and gaps of streams beside either, once for each load of the kind."""
 
     prompts: tuple[ServedPrompt, ...]
     gaps: tuple[ServedGap, ...]
-    first_gap_s: float  # of a lone answer whose prompt was handed off
-    prompt_tokens: int  # of the TTFTs below
-    ttft_beside_prompts_s: float
-    ttft_beside_streams_s: float
-    num_streams: int  # of the gaps below, on one worker
-    gap_beside_prompts_s: float
-    gap_beside_streams_s: float
+    handoff_s: float  # of a lone answer's first gap, what is not the step
+    prompts_beside_prompts: tuple[ServedTurns, ...]
+    prompts_beside_streams: tuple[ServedTurns, ...]
+    streams_beside_prompts: tuple[ServedTurns, ...]
+    streams_beside_streams: tuple[ServedTurns, ...]
 
 
 class LoneTimes(msgspec.Struct, frozen=True):
-    """Medians of what a lone client sees: TTFT of prompts of prompt_tokens, gaps of one stream at a mean context."""
+    """Medians of a lone client: steps that read prompts of prompt_tokens, gaps of one stream at a mean context."""
 
     prompt_tokens: int
-    ttft_s: float
+    step_s: float
     context: float
     gap_s: float
 
@@ -92,14 +100,17 @@ class Serving(msgspec.Struct, frozen=True):
     request_s: float = 0.0  # of each request, beside its steps and its messages: HTTP, its body, its first event
     handoff_s: float = 0.0  # what a hand-off adds to a first gap when nothing else moves
     contention: Contention = Contention()
+    prompt_step_s: float = 0.0  # what a step takes more, or less, than costs say because it reads prompts at all
 
-    def speed_of(self, lone: LoneTimes, message_s: float) -> Speed:
-        """Of a machine on which a lone client sees this. message_s: see Scenario."""
+    def step_of_prompt_s(self, num_tokens: int) -> float:
+        """A step that reads one prompt and does nothing else."""
+        return self.costs.base_s + self.prompt_step_s + self.costs.chunk_s(0, num_tokens)
+
+    def speed_of(self, lone: LoneTimes) -> Speed:
+        """Of a machine on which a lone client sees this."""
         costs = self.costs
         streams = lone.gap_s / (costs.base_s + costs.stream_s + costs.context_token_s * lone.context)
-        reading_s = costs.prompt_token_s * lone.prompt_tokens + _pairs_s(costs, lone.prompt_tokens)
-        rest_s = lone.ttft_s - self.request_s - NUM_HOPS * message_s - streams * costs.base_s
-        return Speed(max(0.0, rest_s) / reading_s, streams)
+        return Speed(lone.step_s / self.step_of_prompt_s(lone.prompt_tokens), streams)
 
     def at(self, speed: Speed) -> "Serving":
         """On a machine of that speed."""
@@ -110,7 +121,8 @@ class Serving(msgspec.Struct, frozen=True):
             stream_s=speed.streams * self.costs.stream_s,
             context_token_s=speed.streams * self.costs.context_token_s,
         )
-        return msgspec.structs.replace(self, costs=costs)
+        prompt_step_s = speed.prompts * (self.costs.base_s + self.prompt_step_s) - costs.base_s
+        return msgspec.structs.replace(self, costs=costs, prompt_step_s=prompt_step_s)
 
 
 def fit_serving(engine: StepCosts, times: ServedTimes, message_s: float) -> Serving:
@@ -128,31 +140,30 @@ def fit_serving(engine: StepCosts, times: ServedTimes, message_s: float) -> Serv
         ]
     )
     fixed_s, prompt_token_s = _line(
-        [(each.num_tokens, each.ttft_s - _pairs_s(engine, each.num_tokens), each.ttft_s) for each in times.prompts]
+        [
+            (each.num_tokens, each.step_s - engine.prompt_pair_s * chunk_context(0, each.num_tokens), each.step_s)
+            for each in times.prompts
+        ]
     )
-    costs = msgspec.structs.replace(engine, base_s=base_s, stream_s=stream_s, prompt_token_s=prompt_token_s)
+    around_s = max(0.0, statistics.median(each.ttft_s - each.step_s for each in times.prompts))
     return Serving(
-        costs=costs,
-        request_s=max(0.0, fixed_s - base_s - NUM_HOPS * message_s),
-        handoff_s=max(0.0, times.first_gap_s - (base_s + stream_s)),
-        contention=_contention(costs, times, fixed_s - base_s),
+        costs=msgspec.structs.replace(engine, base_s=base_s, stream_s=stream_s, prompt_token_s=prompt_token_s),
+        request_s=max(0.0, around_s - NUM_HOPS * message_s),
+        handoff_s=max(0.0, times.handoff_s),
+        contention=Contention(
+            prompts_beside_prompts=_slowdown(times.prompts_beside_prompts, around_s),
+            prompts_beside_streams=_slowdown(times.prompts_beside_streams, around_s),
+            streams_beside_prompts=_slowdown(times.streams_beside_prompts, 0.0),
+            streams_beside_streams=_slowdown(times.streams_beside_streams, 0.0),
+        ),
+        prompt_step_s=fixed_s - base_s,
     )
 
 
-def _contention(costs: StepCosts, times: ServedTimes, around_s: float) -> Contention:
-    """around_s: of a TTFT, what no neighbour slows down."""
-    step_s = costs.base_s + costs.prompt_token_s * times.prompt_tokens + _pairs_s(costs, times.prompt_tokens)
-    alone_s = statistics.median([gap.gap_s for gap in times.gaps if gap.num_streams == times.num_streams])
-    return Contention(
-        prompts_beside_prompts=max(1.0, (times.ttft_beside_prompts_s - around_s) / step_s),
-        prompts_beside_streams=max(1.0, (times.ttft_beside_streams_s - around_s) / step_s),
-        streams_beside_prompts=max(1.0, times.gap_beside_prompts_s / alone_s),
-        streams_beside_streams=max(1.0, times.gap_beside_streams_s / alone_s),
-    )
-
-
-def _pairs_s(costs: StepCosts, num_tokens: int) -> float:
-    return costs.prompt_pair_s * num_tokens * (num_tokens + 1) / 2
+def _slowdown(turns: Sequence[ServedTurns], around_s: float) -> float:
+    """1 or more. around_s: of each time, what no neighbour slows down."""
+    ratios = [(each.beside_s - around_s) / (each.alone_s - around_s) for each in turns if each.alone_s > around_s]
+    return max(1.0, statistics.median(ratios)) if ratios else 1.0
 
 
 def _line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
