@@ -49,24 +49,18 @@ static inline void split_pairs(__m512 even, __m512 odd, uint16_t *out) {
     }
 }
 
-// Of half a panel two inputs: weights [STEP][PANEL] -> their 32 words of each part.
+// Inputs [first, last) of a step of a panel: weights [STEP][PANEL] -> parts [half of the panel][part][TILE].
 template <class Weight>
-static inline void split_pair(const Weight *weights, int64_t half, int64_t pair, uint16_t *out) {
-    const Weight *even = weights + 2 * pair * PANEL + half * 16, *odd = even + PANEL;
-    if (half * 16 * sizeof(Weight) % 64 == 0) {  // at the start of a line
-        _mm_prefetch((const char *)even + PREFETCH_BYTES, _MM_HINT_T1);
-        _mm_prefetch((const char *)odd + PREFETCH_BYTES, _MM_HINT_T1);
-    }
-    split_pairs<num_parts<Weight>>(load(even), load(odd), out + pair * 32);
-}
-
-// A step of a panel: weights [STEP][PANEL] -> parts [half of the panel][part][TILE].
-template <class Weight>
-static inline void split_weights(const Weight *weights, uint16_t *out) {
+static inline void split_weights(const Weight *weights, int64_t first, int64_t last, uint16_t *out) {
+    constexpr int64_t PARTS = num_parts<Weight>;
 #pragma GCC unroll 4
-    for (int64_t pair = 0; pair < STEP / 2; pair++)
+    for (int64_t k = first; k < last; k += 2) {
+        const Weight *even = weights + k * PANEL, *odd = even + PANEL;
+        for (size_t byte = 0; byte < 2 * PANEL * sizeof(Weight); byte += 64)
+            _mm_prefetch((const char *)even + byte + PREFETCH_BYTES, _MM_HINT_T1);
         for (int64_t half = 0; half < 2; half++)
-            split_pair(weights, half, pair, out + half * num_parts<Weight> * TILE);
+            split_pairs<PARTS>(load(even + half * 16), load(odd + half * 16), out + half * PARTS * TILE + k * 16);
+    }
 }
 
 // Weights [STEP][PANEL] of a panel's step. Those of inputs past the last are 0: `padded` holds them then.
@@ -122,102 +116,70 @@ static void write_out(const Product &p, int64_t row, int64_t rows, int64_t panel
     }
 }
 
-// Tiles of sums and rows have so many rows; those of weights (7; 6 too where all have 16) have 16.
+// Of every tile but the weights', which are 6 and 7.
 static TileShapes shapes_of(int64_t rows) {
     TileShapes shapes;
     for (int i = 0; i < 8; i++) {
         shapes.bytes[i] = 64;
-        shapes.rows[i] = uint8_t(i < 7 ? rows : 16);
+        shapes.rows[i] = uint8_t(i < 6 ? rows : 16);
     }
     return shapes;
 }
 
-// Up to TILE_ROWS rows. The products of one sum wait for each other, three times as long as a tile instruction keeps its
-// unit busy: so PANELS panels, two wherever there are two, are done side by side. Tiles 0 to 3 are sums ([panel][half]),
-// 4 to 6 the parts of the rows, 7 weights.
+// Up to TILE_ROWS rows. Tiles 0 and 1 are sums of the halves of the panel, 2 to 4 parts of rows, 6 and 7 weights.
 
-// Written out, as tiles are named by numbers that must stand in the instruction.
-template <int SUM, int ROW_PART>
-static inline void multiply_into() {
-    asm volatile("tdpbf16ps %%tmm7, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(4 + ROW_PART));
+static inline void add_left(const uint16_t *w, int64_t part) {
+    _tile_loadd(6, w, 64);
+    if (part == 0) _tile_dpbf16ps(0, 3, 6);
+    _tile_dpbf16ps(0, 2, 6);
+    if (part == 1) _tile_dpbf16ps(0, 3, 6);
+    if (part == 0) _tile_dpbf16ps(0, 4, 6);
 }
 
-// The products with one part of the weights of half a panel.
-template <int SUM, int PART>
-static inline void add_part(const uint16_t *w) {
+static inline void add_right(const uint16_t *w, int64_t part) {
     _tile_loadd(7, w, 64);
-    if (PART == 0) multiply_into<SUM, 1>();
-    multiply_into<SUM, 0>();
-    if (PART == 1) multiply_into<SUM, 1>();
-    if (PART == 0) multiply_into<SUM, 2>();
+    if (part == 0) _tile_dpbf16ps(1, 3, 7);
+    _tile_dpbf16ps(1, 2, 7);
+    if (part == 1) _tile_dpbf16ps(1, 3, 7);
+    if (part == 0) _tile_dpbf16ps(1, 4, 7);
 }
 
-// Adds one step, and between its instructions splits the next one's weights (unless null): both at the same time. Half
-// panel by half panel: what is loaded into a tile was not stored just now.
-template <class Weight, int PANELS, int I = 0>
-static inline void add_and_split(const uint16_t *now, const Weight *const *weights, uint16_t *next) {
-    constexpr int PARTS = num_parts<Weight>, SUMS = 2 * PANELS, PIECES = SUMS * PARTS, SUM = I % SUMS;
-    constexpr int PART = PARTS - 1 - I / SUMS, PAIRS = STEP / 2;
+// Adds one step, and between its instructions splits the next one's weights (unless null): both at the same time.
+template <class Weight, int64_t I = 0>
+static inline void add_and_split(const uint16_t *now, const Weight *weights, uint16_t *next) {
+    constexpr int64_t PARTS = num_parts<Weight>, PIECES = 2 * PARTS, PART = PARTS - 1 - I / 2;
     settle();
-    add_part<SUM, PART>(now + (SUM * PARTS + PART) * TILE);
-    if (weights) {
-#pragma GCC unroll 8
-        for (int unit = I * PAIRS / PARTS; unit < (I + 1) * PAIRS / PARTS; unit++) {
-            int sum = unit / PAIRS;
-            split_pair(weights[sum / 2], sum % 2, unit % PAIRS, next + sum * PARTS * TILE);
-        }
-    }
-    if constexpr (I + 1 < PIECES) add_and_split<Weight, PANELS, I + 1>(now, weights, next);
-}
-
-// Panels [first, last), a multiple of PANELS.
-template <class Weight, int PANELS>
-static void few_rows_of(const Product &p, const SplitRows &x, int64_t first, int64_t last) {
-    constexpr int64_t PARTS = num_parts<Weight>;
-    alignas(64) uint16_t parts[2][2 * PANELS * PARTS * TILE];
-    alignas(64) float sums[PANELS][TILE_ROWS * PANEL];
-    Weight padded[PANELS][STEP * PANEL];
-    const Weight *weights[PANELS];
-    auto find = [&](int64_t panel, int64_t step) {
-        for (int i = 0; i < PANELS; i++) weights[i] = step_of<Weight>(p, panel + i, step, padded[i]);
-    };
-    if (first >= last) return;
-    find(first, 0);
-    for (int i = 0; i < PANELS; i++) split_weights(weights[i], parts[0] + i * 2 * PARTS * TILE);
-    int turn = 0;
-    for (int64_t n = first; n < last; n += PANELS) {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t s = 0; s < x.steps; s++, turn ^= 1) {
-            _tile_loadd(4, x.at(0, s), 64);
-            _tile_loadd(5, x.at(0, s) + TILE, 64);
-            _tile_loadd(6, x.at(0, s) + 2 * TILE, 64);
-            bool is_last = s + 1 == x.steps, has_next = !is_last || n + PANELS < last;
-            if (has_next) is_last ? find(n + PANELS, 0) : find(n, s + 1);
-            add_and_split<Weight, PANELS>(parts[turn], has_next ? weights : nullptr, parts[turn ^ 1]);
-        }
-        _tile_stored(0, sums[0], PANEL * 4);
-        _tile_stored(1, sums[0] + 16, PANEL * 4);
-        if (PANELS == 2) {
-            _tile_stored(2, sums[PANELS - 1], PANEL * 4);
-            _tile_stored(3, sums[PANELS - 1] + 16, PANEL * 4);
-        }
-        for (int i = 0; i < PANELS; i++) write_out(p, 0, p.rows, n + i, sums[i]);
-    }
+    if constexpr (I % 2 == 0)
+        add_left(now + PART * TILE, PART);
+    else
+        add_right(now + (PARTS + PART) * TILE, PART);
+    if (weights) split_weights(weights, I * 16 / PIECES * 2, (I + 1) * 16 / PIECES * 2, next);
+    if constexpr (I + 1 < PIECES) add_and_split<Weight, I + 1>(now, weights, next);
 }
 
 template <class Weight>
 static void few_rows(const Product &p, const SplitRows &x) {
+    constexpr int64_t PARTS = num_parts<Weight>;
+    alignas(64) uint16_t parts[2][2 * PARTS * TILE];
+    alignas(64) float sums[TILE_ROWS * PANEL];
+    Weight padded[STEP * PANEL];
     int64_t num_panels = (p.outputs + PANEL - 1) / PANEL;
     shape_tiles(shapes_of(p.rows));
 #pragma omp for schedule(static)
-    for (int64_t share = 0; share < num_threads; share++) {
-        int64_t first = share * num_panels / num_threads, last = (share + 1) * num_panels / num_threads;
-        int64_t end = last - (last - first) % 2;
-        few_rows_of<Weight, 2>(p, x, first, end);
-        few_rows_of<Weight, 1>(p, x, end, last);
+    for (int64_t n = 0; n < num_panels; n++) {
+        split_weights(step_of<Weight>(p, n, 0, padded), 0, STEP, parts[0]);
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t s = 0; s < x.steps; s++) {
+            _tile_loadd(2, x.at(0, s), 64);
+            _tile_loadd(3, x.at(0, s) + TILE, 64);
+            _tile_loadd(4, x.at(0, s) + 2 * TILE, 64);
+            const Weight *next = s + 1 < x.steps ? step_of<Weight>(p, n, s + 1, padded) : nullptr;
+            add_and_split(parts[s % 2], next, parts[(s + 1) % 2]);
+        }
+        _tile_stored(0, sums, PANEL * 4);
+        _tile_stored(1, sums + 16, PANEL * 4);
+        write_out(p, 0, p.rows, n, sums);
     }
 }
 
@@ -295,7 +257,7 @@ static void many_rows(const Product &p, const SplitRows &x) {
         uint16_t *w = scratch.take((last - first) * panel_parts);
         for (int64_t n = first; n < last; n++)
             for (int64_t s = 0; s < x.steps; s++)
-                split_weights(step_of<Weight>(p, n, s, padded), w + (n - first) * panel_parts + s * step_parts);
+                split_weights(step_of<Weight>(p, n, s, padded), 0, STEP, w + (n - first) * panel_parts + s * step_parts);
         settle();
         for (int64_t row = 0; row < p.rows; row += BLOCK_ROWS)
             for (int64_t n = first; n < last; n++) {
