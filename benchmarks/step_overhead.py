@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,18 @@ ARITHMETIC = (
 
 
 class Stopwatch:
-    """Seconds spent inside the wrapped methods."""
+    """Seconds spent inside the wrapped methods, by part: the method, or what `part_of` makes of it and its arguments."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, part_of: Callable[[str, tuple[Any, ...]], str] = lambda method, arguments: method) -> None:
+        self.parts: defaultdict[str, float] = defaultdict(float)
+        self._part_of = part_of
         for owner, names in ARITHMETIC:
             for name in names:
                 setattr(owner, name, self._timed(getattr(owner, name)))
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
@@ -60,7 +66,7 @@ class Stopwatch:
             try:
                 return method(*args, **options)
             finally:
-                self.seconds += time.perf_counter() - start_s
+                self.parts[self._part_of(method.__name__, args)] += time.perf_counter() - start_s
 
         return timed
 

@@ -10,6 +10,7 @@
 """
 
 import asyncio
+import contextlib
 import socket
 import sys
 from collections.abc import Callable
@@ -37,6 +38,7 @@ from disagg.transport.sharing import draw_domain
 ROUTER = "router"
 PROGRAM = (sys.executable, "-m", "disagg")
 POLL_INTERVAL_S = 0.2
+MEETING_POLL_S = 0.02  # once all are here: they meet each other within some tens of milliseconds
 ROUTER_TIMEOUT_S = 60.0
 HANG_POLL_S = 1.0
 HANG_MARGIN_S = 5.0  # beyond two heartbeat timeouts
@@ -73,6 +75,7 @@ class LocalCluster:
         self._domain = draw_domain()
         self._watch: RouterWatch | None = None
         self._reserved: socket.socket | None = None  # the control port
+        self._has_news = asyncio.Event()  # a process has said something
 
     async def start(self) -> str:
         """Start everything; the router's URL.
@@ -188,7 +191,15 @@ class LocalCluster:
             if missing != last:
                 on_missing(missing)
                 last = missing
-            await asyncio.sleep(POLL_INTERVAL_S)
+            is_meeting = view is not None and not self._absent(view)
+            await self._news(MEETING_POLL_S if is_meeting else POLL_INTERVAL_S)
+
+    async def _news(self, timeout_s: float) -> None:
+        """Until a process says something, which may be that it is there; or so long."""
+        self._has_news.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._has_news.wait()
 
     async def _all_connected(self) -> bool:
         """A pool that could answer already may still lack workers that were asked for."""
@@ -219,6 +230,7 @@ class LocalCluster:
         raise InternalFault(f"waited {timeout_s:g} s for {what}: see the lines above")
 
     def _take_line(self, name: str, stream: Stream, line: str) -> None:
+        self._has_news.set()
         if name == ROUTER and stream is Stream.STDOUT and (found := decode_announcement(line)) is not None:
             if not self._announced.done():
                 self._announced.set_result(found)

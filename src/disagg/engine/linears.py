@@ -122,6 +122,35 @@ class TorchLinear:
         return functional.linear(x, self._weight, self._bias)
 
 
+class Table(Protocol):
+    """Rows of a matrix by number."""
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        """numbers [M] int64 -> [M, width] float32."""
+
+
+class KeptTable:
+    """A matrix in memory."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix = matrix
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        return functional.embedding(numbers, self._matrix).float()
+
+
+class StoredTable:
+    """A matrix where it lies in its file, rounded to `dtype`: a step wants few rows, and most are never wanted."""
+
+    def __init__(self, library: NativeLibrary, matrix: MatrixRows, dtype: torch.dtype) -> None:
+        self._library = library
+        self._matrix = matrix
+        self._dtype = dtype
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        return self._library.unpack(self._matrix.taken(numbers.numpy()), self._dtype).float()
+
+
 class LinearMaker:
     """Makes a model's linears of one kind. Layers share their shapes, so torch's row rules are found once for each."""
 
@@ -141,11 +170,11 @@ class LinearMaker:
         """What weights are kept as; of int8 what they are made of."""
         return torch.float16 if self._kind is Weights.FP16 else torch.float32
 
-    def table(self, matrix: StoredMatrix) -> Tensor:
-        """A matrix from which single rows are taken, as it is kept: float32 or float16."""
+    def table(self, matrix: StoredMatrix) -> Table:
+        """Rows of a matrix by number, with the values that products with it would take."""
         if self._library is None:
-            return matrix.read(self._dtype)
-        return self._library.unpack(matrix.rows(), self._dtype, self._memory)
+            return KeptTable(matrix.read(self._dtype))
+        return StoredTable(self._library, matrix.rows(), self._dtype)
 
     def make(self, weight: Tensor | StoredMatrix, bias: Tensor | None = None, *, is_head: bool = False) -> Linear:
         """weight [num_outputs, num_inputs], bias [num_outputs]. is_head: what it gives are scores, no layer follows.

@@ -30,6 +30,10 @@ class MatrixRows(NamedTuple):
     def num_outputs(self) -> int:
         return len(self.addresses)
 
+    def taken(self, order: Order) -> "MatrixRows":
+        """Some rows of it, in this order."""
+        return self._replace(addresses=self.addresses[order], kinds=self.kinds[order])
+
 
 def stored_rows(start: int, row_bytes: int, order: Order, num_inputs: int, kind: int, memory: object) -> MatrixRows:
     """Rows of one kind that lie row_bytes apart from the address `start` on, taken in `order` [num_outputs]."""

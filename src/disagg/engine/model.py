@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from disagg.core.errors import InternalFault
 from disagg.engine.attention import AttentionBackend
@@ -120,7 +119,7 @@ class Llama:
 
     def embed(self, step: StepTensors) -> Rows:
         """What the first layer begins with."""
-        return Rows(functional.embedding(step.tokens, self._embedding).float(), None)
+        return Rows(self._embedding(step.tokens), None)
 
     def restore(self, packed: bytes, num_rows: int) -> Rows:
         """What Rows.packed() gave. Raises InternalFault for bytes of another number of rows."""

@@ -1,6 +1,8 @@
 """The one place that loads heavy engine back ends."""
 
 import logging
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +40,7 @@ class LoadedEngine(NamedTuple):
     pool: PoolCard
     memories: tuple[RankMemory, ...] = ()  # of each rank; empty: the engine's own, where nothing can be turned
     runs_layers_apart: bool = True  # a step may begin while KV of its later layers is on the wire
+    prepare: Callable[[], None] = lambda: None  # does on a thread of its own what the first grammar would wait for
 
     @property
     def rank_memories(self) -> tuple[RankMemory, ...]:
@@ -82,26 +85,27 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
         max_context=min(model.max_context, config.max_context or model.max_context),
         arithmetic=engine.arithmetic,
     )
-    grammars.make_ready()  # only now: while weights are loaded it would stand in their way
     outgoing, incoming = rank_memory(engine.arena, config.kv_wire)
     memories = (RankMemory(engine.memory, outgoing, incoming),)
-    return LoadedEngine(engine, pool, memories, engine.runs_layers_apart)
+    return LoadedEngine(engine, pool, memories, engine.runs_layers_apart, grammars.make_ready)
 
 
 class _Grammars:
-    """Starts grammars over a model's vocabulary. A thread of its own makes that ready, beside the first requests."""
+    """Starts grammars over a model's vocabulary, which a thread of its own makes ready, when told or at the first."""
 
     def __init__(self, path: Path, vocabulary: Vocabulary) -> None:
         self._path = path
         self._vocabulary = vocabulary
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vocabulary")
+        self._lock = threading.Lock()
         self._compiler: Future[GrammarCompiler] | None = None
 
     def make_ready(self) -> None:
-        """Returns at once. Idempotent."""
-        if self._compiler is None:
-            self._compiler = self._threads.submit(self._compile)
-            self._threads.shutdown(wait=False)  # nothing comes after it
+        """Returns at once. Idempotent, from any thread."""
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = self._threads.submit(self._compile)
+                self._threads.shutdown(wait=False)  # nothing comes after it
 
     def start(self, spec: GrammarSpec) -> GrammarState:
         """Raises InvalidRequest for what is no grammar, and with the reason where this model can follow none."""

@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Callable
 
 from disagg.channel.garbage import collect_rarely, loading
 from disagg.channel.keys import Keys, load_keys
@@ -41,6 +42,7 @@ GRANT_SEED_BYTES = 32
 # A step is hundreds of calls that let other threads run. Python makes whoever comes back from one wait for so long, by
 # default ten times as much, while another thread computes.
 SWITCH_INTERVAL_S = 5e-4
+QUIET_S = 2.0  # how often a new worker looks whether it is idle
 
 
 def run_worker(config: WorkerConfig) -> int:
@@ -68,6 +70,7 @@ async def _serve(config: WorkerConfig, loaded: LoadedEngine, domain: SharingDoma
     router = RouterLink(worker, peers, config.router_address, config.beat_interval_s, load_keys(config.keys))
     page = MetricsPage(lambda: worker_exposition(peers.card, worker.state()))
     tasks: list[asyncio.Task[None]] = []
+    preparing = asyncio.create_task(prepare_when_idle(loaded.prepare, lambda: worker.scheduler.is_idle, QUIET_S))
     try:
         if config.metrics_port is not None:
             address = await page.listen(config.metrics_host, config.metrics_port)
@@ -78,12 +81,20 @@ async def _serve(config: WorkerConfig, loaded: LoadedEngine, domain: SharingDoma
         for task in done:  # a refusal by the router, or a fault of ours, ends the process with its reason
             task.result()
     finally:
-        for task in tasks:
+        for task in (preparing, *tasks):
             task.cancel()
         await page.close()
         await router.close()
         await peers.close()
         await worker.close()
+
+
+async def prepare_when_idle(prepare: Callable[[], None], is_idle: Callable[[], bool], interval_s: float) -> None:
+    """Looks every interval_s, not at once: beside the first requests it would stand in their way."""
+    await asyncio.sleep(interval_s)
+    while not is_idle():
+        await asyncio.sleep(interval_s)
+    prepare()
 
 
 async def _ending(worker: Worker, drain_timeout_s: float) -> None:

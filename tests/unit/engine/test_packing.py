@@ -65,7 +65,7 @@ def test_panels_hold_every_weight_and_zeros_after_the_last(
         padded[:outputs] = weight
         packed = library.pack(rows_of(weight), dtype, LargePages())
         assert torch.equal(packed, padded.view(num_panels, PANEL, inputs).transpose(1, 2))
-        assert torch.equal(library.unpack(rows_of(weight), dtype, LargePages()), weight.to(dtype))
+        assert torch.equal(library.unpack(rows_of(weight), dtype), weight.to(dtype))
 
 
 def stored(kind: GGMLQuantizationType, outputs: int, inputs: int) -> tuple[MatrixRows, Tensor]:
@@ -83,7 +83,7 @@ def test_rows_are_read_as_they_are_stored(library: NativeLibrary, kind: GGMLQuan
         pytest.skip(f"this CPU has no {level.name}")
     for outputs, inputs in [(1, 32), (33, 96), (50, 576)] + ([(3, 41)] if BLOCK_ELEMENTS[kind] == 1 else []):
         rows, values = stored(kind, outputs, inputs)
-        assert torch.equal(library.unpack(rows, torch.float32, LargePages()), values)
+        assert torch.equal(library.unpack(rows, torch.float32), values)
         for dtype in (torch.float32, torch.float16):
             assert torch.equal(
                 library.pack(rows, dtype, LargePages()), library.pack(rows_of(values.to(dtype)), dtype, LargePages())
@@ -96,11 +96,11 @@ def test_rows_are_read_as_they_are_stored(library: NativeLibrary, kind: GGMLQuan
 def test_a_matrix_may_be_of_rows_stored_unlike(library: NativeLibrary) -> None:
     parts = [stored(GGMLQuantizationType(kind), 7, 64) for kind in BLOCK_ELEMENTS]
     rows, values = joined([rows for rows, _ in parts]), torch.cat([values for _, values in parts])
-    assert torch.equal(library.unpack(rows, torch.float32, LargePages()), values)
+    assert torch.equal(library.unpack(rows, torch.float32), values)
     with pytest.raises(InternalFault, match=r"\[64, 65\] inputs are no matrix"):
         joined([rows, rows_of(torch.zeros(1, 65))])
     with pytest.raises(InternalFault, match=r"kinds \[99\]"):
-        library.unpack(rows._replace(kinds=np.full(rows.num_outputs, 99, np.uint8)), torch.float32, LargePages())
+        library.unpack(rows._replace(kinds=np.full(rows.num_outputs, 99, np.uint8)), torch.float32)
     with pytest.raises(InternalFault, match=r"torch.int8 .* has no rows"):
         rows_of(torch.zeros(2, 2, dtype=torch.int8))
 

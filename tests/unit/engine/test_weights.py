@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from disagg.core.errors import ConfigurationError, ModelLoadError
 from disagg.core.formats import Weights
-from disagg.engine.large_pages import LargePages
 from disagg.engine.linears import LinearMaker
 from disagg.engine.native.library import load_library
 from disagg.engine.weights import load_weights
@@ -164,7 +163,7 @@ def test_the_kernels_read_from_the_file_what_is_read_into_memory(
         table = load_weights(path, read_config(path))
         matrix = table.matrix(names, shapes, torch.device("cpu"))
         expected = table.take_joined(names, shapes, dtype)
-        assert torch.equal(library.unpack(matrix.rows(), dtype, LargePages()), expected)
+        assert torch.equal(library.unpack(matrix.rows(), dtype), expected)
         assert torch.equal(matrix.read(dtype), expected)
         assert matrix.read(dtype) is matrix.read(dtype)
         with pytest.raises(ModelLoadError, match=r"k_proj.* config says"):

@@ -1,9 +1,10 @@
 """Grammars on live workers: over a real hand-off, refused, broken, and one that takes its time while others go on."""
 
+import asyncio
 import threading
 
 import pytest
-from tests.unit.worker.rigs import layout, meet, sequence_id, site
+from tests.unit.worker.rigs import DEADLINE_S, layout, meet, sequence_id, site
 
 from disagg.core.errors import FailureKind
 from disagg.core.grammar import GrammarKind, GrammarSpec
@@ -13,6 +14,7 @@ from disagg.core.roles import Role, Task
 from disagg.protocol.messages import StartSequence
 from disagg.scheduler.events import RouterMessageReceived
 from disagg.testing.engine import expected_tokens
+from disagg.worker.process import prepare_when_idle
 
 PROMPT = (3, 1, 4, 1, 5, 9)
 
@@ -69,3 +71,14 @@ async def test_a_grammar_that_takes_its_time_holds_up_nobody_else(monkeypatch: p
         await worker.until(lambda: bool(worker.reports(0)))
         assert [t.token_id for t in worker.tokens(0)] == expected_tokens(layout(), sequence_id(0), PROMPT, sampling())
         await worker.settled()
+
+
+async def test_what_grammars_need_is_prepared_when_the_worker_is_idle() -> None:
+    answers, prepared = iter([False, False, True]), asyncio.Event()
+    async with asyncio.timeout(DEADLINE_S):
+        preparing = asyncio.create_task(prepare_when_idle(prepared.set, lambda: next(answers), 1e-3))
+        await asyncio.sleep(0)
+        assert not prepared.is_set()  # not at once
+        await preparing
+    assert prepared.is_set()
+    assert not list(answers)  # asked until it was

@@ -125,9 +125,9 @@ class NativeLibrary:
         self._library.disagg_pack(dtype == torch.float16, *_where(matrix), packed.data_ptr())
         return packed
 
-    def unpack(self, matrix: MatrixRows, dtype: torch.dtype, memory: LargePages) -> Tensor:
+    def unpack(self, matrix: MatrixRows, dtype: torch.dtype) -> Tensor:
         """[num_outputs, num_inputs] as dtype, float32 or float16."""
-        plain = _taken(memory, (matrix.num_outputs, matrix.num_inputs), dtype)
+        plain = torch.empty(matrix.num_outputs, matrix.num_inputs, dtype=dtype)
         self._library.disagg_unpack(dtype == torch.float16, *_where(matrix), plain.data_ptr())
         return plain
 

@@ -35,12 +35,14 @@ static void pack(const disagg::Packing &p) {
     }
 }
 
+constexpr int64_t MANY_ELEMENTS = 1 << 17;  // elements below which threads do not pay
+
 // Row by row.
 template <class Weight>
 static void unpack(const disagg::Packing &p) {
     using disagg::BLOCK, disagg::num_threads;
     const disagg::Rows &from = p.from;
-#pragma omp parallel for num_threads(num_threads) schedule(static)
+#pragma omp parallel for num_threads(num_threads) schedule(static) if (from.outputs * from.inputs > MANY_ELEMENTS)
     for (int64_t n = 0; n < from.outputs; n++) {
         Weight *to = static_cast<Weight *>(p.weights) + n * from.inputs;
         for (int64_t k = 0; k < from.inputs; k += BLOCK) {

@@ -15,8 +15,8 @@ constexpr int LANES = 16;
 struct Vec {
     __m512 v;
 };
-constexpr int TILE_ROWS = 12;  // rows x vectors of sums that fit the registers
-constexpr int TILE_VECS = 2;
+constexpr int TILE_ROWS = 12, TILE_VECS = 2;  // rows x vectors of sums that fit the registers
+constexpr int WIDE_ROWS = 5, WIDE_VECS = 4;   // the same for few rows
 
 static inline Vec zero() { return {_mm512_setzero_ps()}; }
 static inline Vec splat(float x) { return {_mm512_set1_ps(x)}; }
@@ -76,13 +76,66 @@ static inline void transpose(const Vec *rows, float *out, int64_t out_stride) {
     }
 }
 
+// The same of rows in memory, from their element d on. Loads put the fours of four rows side by side: half of the shuffles
+// are left. float16 is turned before it is made float32.
+static inline void transpose(const float *const *rows, int64_t d, float *out, int64_t out_stride) {
+    for (int c = 0; c < 16; c += 4) {
+        __m512 a[4];
+        for (int i = 0; i < 4; i++) {
+            a[i] = _mm512_castps128_ps512(_mm_loadu_ps(rows[i] + d + c));
+            a[i] = _mm512_mask_broadcast_f32x4(a[i], 0x00F0, _mm_loadu_ps(rows[i + 4] + d + c));
+            a[i] = _mm512_mask_broadcast_f32x4(a[i], 0x0F00, _mm_loadu_ps(rows[i + 8] + d + c));
+            a[i] = _mm512_mask_broadcast_f32x4(a[i], 0xF000, _mm_loadu_ps(rows[i + 12] + d + c));
+        }
+        __m512d low[2], high[2];
+        for (int i = 0; i < 2; i++) {
+            low[i] = _mm512_castps_pd(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]));
+            high[i] = _mm512_castps_pd(_mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
+        }
+        _mm512_storeu_pd(out + c * out_stride, _mm512_unpacklo_pd(low[0], low[1]));
+        _mm512_storeu_pd(out + (c + 1) * out_stride, _mm512_unpackhi_pd(low[0], low[1]));
+        _mm512_storeu_pd(out + (c + 2) * out_stride, _mm512_unpacklo_pd(high[0], high[1]));
+        _mm512_storeu_pd(out + (c + 3) * out_stride, _mm512_unpackhi_pd(high[0], high[1]));
+    }
+}
+
+static inline __m128i eight_at(const uint16_t *p) { return _mm_loadu_si128((const __m128i *)p); }
+
+static inline void transpose(const uint16_t *const *rows, int64_t d, float *out, int64_t out_stride) {
+    const __m512i even_first = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
+    for (int c = 0; c < 16; c += 8) {
+        __m512i a[4], pairs[4];
+        for (int i = 0; i < 4; i++) {
+            a[i] = _mm512_castsi128_si512(eight_at(rows[i] + d + c));
+            a[i] = _mm512_mask_broadcast_i32x4(a[i], 0x00F0, eight_at(rows[i + 4] + d + c));
+            a[i] = _mm512_mask_broadcast_i32x4(a[i], 0x0F00, eight_at(rows[i + 8] + d + c));
+            a[i] = _mm512_mask_broadcast_i32x4(a[i], 0xF000, eight_at(rows[i + 12] + d + c));
+        }
+        __m512i low[2], high[2];
+        for (int i = 0; i < 2; i++) {
+            low[i] = _mm512_unpacklo_epi16(a[2 * i], a[2 * i + 1]);
+            high[i] = _mm512_unpackhi_epi16(a[2 * i], a[2 * i + 1]);
+        }
+        pairs[0] = _mm512_unpacklo_epi32(low[0], low[1]);
+        pairs[1] = _mm512_unpackhi_epi32(low[0], low[1]);
+        pairs[2] = _mm512_unpacklo_epi32(high[0], high[1]);
+        pairs[3] = _mm512_unpackhi_epi32(high[0], high[1]);
+        for (int i = 0; i < 4; i++) {  // of two columns each
+            __m512i both = _mm512_permutexvar_epi64(even_first, pairs[i]);
+            float *to = out + (c + 2 * i) * out_stride;
+            _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm512_castsi512_si256(both)));
+            _mm512_storeu_ps(to + out_stride, _mm512_cvtph_ps(_mm512_extracti64x4_epi64(both, 1)));
+        }
+    }
+}
+
 #else
 
 struct Vec {
     __m256 lo, hi;
 };
-constexpr int TILE_ROWS = 6;
-constexpr int TILE_VECS = 1;
+constexpr int TILE_ROWS = 6, TILE_VECS = 1;
+constexpr int WIDE_ROWS = 2, WIDE_VECS = 2;
 
 static inline Vec zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 static inline Vec splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -169,6 +222,13 @@ static inline void transpose(const Vec *rows, float *out, int64_t out_stride) {
         transpose8(low, out + 8 * half, out_stride);
         transpose8(high, out + 8 * out_stride + 8 * half, out_stride);
     }
+}
+
+template <class Cell>
+static inline void transpose(const Cell *const *rows, int64_t d, float *out, int64_t out_stride) {
+    Vec square[LANES];
+    for (int i = 0; i < LANES; i++) square[i] = load(rows[i] + d);
+    transpose(square, out, out_stride);
 }
 
 #endif

@@ -21,7 +21,9 @@ static inline void tile(int64_t inputs, const float *a, int64_t a_row, int64_t a
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) sums[r][v] = init ? load(init + r * init_row + v * LANES) : zero();
     for (int64_t k = 0; k < inputs; k++) {
-        if (IS_FAR) _mm_prefetch((const char *)(b + k * b_input) + PREFETCH_BYTES, _MM_HINT_T0);
+        for (int v = 0; IS_FAR && v < VECS; v++)
+            if (v * LANES * sizeof(Weight) % 64 == 0)  // once per line
+                _mm_prefetch((const char *)(b + k * b_input + v * LANES) + PREFETCH_BYTES, _MM_HINT_T0);
         Vec weights[VECS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) weights[v] = load(b + k * b_input + v * LANES);
