@@ -14,6 +14,7 @@ from disagg.telemetry.metrics import PARTIAL_STARTS
 
 PROMPT = tuple(range(10))  # its next token goes into the last block that the peer may write
 ALIGNED = tuple(range(12))  # its next token goes into a block of its own
+LEASE_S = 9.0
 SLOW = 100.0  # bytes per second: a layer takes more than a second
 TOKEN = EmittedToken(sequence_id(0), 0, 42)
 
