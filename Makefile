@@ -13,8 +13,9 @@ MODEL ?= smollm2
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 # Threads that have nothing to do leave their core to others: spinning they take most of two cores from processes that
-# work. Where there is a test process for each core it gets by with one thread.
-TEST_ENV := OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# work. Where there is a test process for each core it gets by with one thread. What one of hundreds of processes has
+# compiled, the others take from it.
+TEST_ENV := OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 NUM_THREADS := 2
 PYTEST = OMP_NUM_THREADS=$(NUM_THREADS) $(TEST_ENV) $(PY) -m pytest
 FAST := "not slow and not gpu and not conformance"
