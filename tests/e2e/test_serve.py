@@ -161,11 +161,15 @@ def test_the_watch_can_fail(serve: Serve) -> None:
         serve.check_nothing_left(timeout_s=0.05)
 
 
-@pytest.mark.parametrize("to_group", [False, True], ids=["parent only", "whole group"])
-def test_ctrl_c_leaves_nothing(tiny_llama: Path, to_group: bool) -> None:
-    with Serve((str(tiny_llama), *PAIR, *SMALL)) as serve, Front(serve.url) as front:
+@pytest.mark.parametrize(
+    ("path", "name", "to_group"),
+    [("disaggregated", "decode-0", False), ("mixed", "mixed-0", True)],
+    ids=["parent only", "whole group"],
+)
+def test_ctrl_c_leaves_nothing(tiny_llama: Path, path: str, name: str, to_group: bool) -> None:
+    with Serve((str(tiny_llama), *PATHS[path], *SMALL)) as serve, Front(serve.url) as front:
         body = completion(MODEL, list(range(3, 40)), 600, stream=True)
-        writer = serve.pid_of("decode-0")
+        writer = serve.pid_of(name)
         with front.client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")

@@ -1,11 +1,11 @@
 """Structured answers and calls of a real model, the same bodies mixed, local and disaggregated; the official client.
 
-Last comes what ends the clusters that all tests of this group share.
+Last comes what ends the clusters that these tests share.
 """
 
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Literal
 
@@ -14,10 +14,11 @@ import jsonschema
 import openai
 import pydantic
 import pytest
-from tests.e2e.api_paths import MODEL, Json, Paths, completion
-from tests.e2e.cluster import Front, standing_still
+from tests.e2e.api_paths import MODEL, Json, Paths, all_paths, completion
+from tests.e2e.cluster import FAST_BEATS, Front, standing_still
 
 from disagg.telemetry import metrics as table
+from disagg.testing.model_files import write_tiny_llama
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -56,12 +57,20 @@ QUESTIONS: dict[str, dict[str, Any]] = {
     "auto": {"tools": TOOLS, "max_tokens": 30},
     "cut short": {"response_format": DOCUMENT, "max_tokens": 5},
 }
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("long paths")]
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paths]:
+    """Tools make long prompts of a tokenizer this small."""
+    model = write_tiny_llama(tmp_path_factory.mktemp("served") / MODEL, max_context=4096)
+    with all_paths(model, *FAST_BEATS) as made:
+        yield made
 
 
 @pytest.fixture
-def fronts(long_paths: Paths) -> Mapping[str, Front]:
-    return long_paths.fronts
+def fronts(paths: Paths) -> Mapping[str, Front]:
+    return paths.fronts
 
 
 def question(name: str, **more: Any) -> dict[str, Any]:
@@ -192,13 +201,13 @@ def test_the_official_client_parses(fronts: Mapping[str, Front]) -> None:
         client.chat.completions.create(model=MODEL, messages=messages, tools=tools, max_tokens=4)
 
 
-def test_case_32_a_failure_after_the_first_byte_is_an_event_and_no_done(long_paths: Paths) -> None:
+def test_case_32_a_failure_after_the_first_byte_is_an_event_and_no_done(paths: Paths) -> None:
     """The router is told to end in the middle, and all that belongs to it ends: a client can tell that from success."""
     errors: dict[str, Json] = {}
-    for name, front in long_paths.fronts.items():
+    for name, front in paths.fronts.items():
         lines: list[str] = []
         asked = completion("the quick brown fox", max_tokens=3500, stream=True)
-        serve = long_paths.serves[name]
+        serve = paths.serves[name]
         writer = serve.pid_of("mixed-0" if name == "mixed" else "decode-0")
         with ExitStack() as still, front.client.stream("POST", "/v1/completions", json=asked) as got:
             for line in got.iter_lines():

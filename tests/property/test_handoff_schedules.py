@@ -4,7 +4,7 @@ import os
 
 from disagg.testing.handoff_world import HandoffWorld
 
-NUM_WORLDS = int(os.environ.get("DISAGG_WORLDS", "600"))
+NUM_WORLDS = int(os.environ.get("DISAGG_WORLDS", "200"))
 
 
 def test_no_schedule_breaks_a_rule() -> None:

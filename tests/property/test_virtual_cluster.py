@@ -16,7 +16,7 @@ from disagg.testing.virtual import MODEL, Answer, VirtualCluster
 from disagg.testing.virtual_time import Chances
 from disagg.testing.virtual_worker import VirtualWorker
 
-NUM_SCHEDULES = int(os.environ.get("DISAGG_SCHEDULES", "60"))
+NUM_SCHEDULES = int(os.environ.get("DISAGG_SCHEDULES", "30"))
 
 
 def draw_request(rng: random.Random) -> GenerateRequest:

@@ -1,6 +1,5 @@
 """Rules of the house that no linter knows."""
 
-import ast
 import re
 import tomllib
 from pathlib import Path
@@ -9,6 +8,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "src" / "disagg").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 BANNED = re.compile(r"(Manager|Handler|Helper|Utils?|Impl|Mixin)$|^Base[A-Z]|common|misc", re.IGNORECASE)
+CLASS = re.compile(r"^\s*class (\w+)", re.MULTILINE)
 MAX_LINES = 420
 
 
@@ -20,17 +20,13 @@ def test_files_are_short_and_say_what_they_are() -> None:
     texts = {relative(path): path.read_text() for path in (*SOURCES, *TESTS)}
     lengths = {name: len(text.splitlines()) for name, text in texts.items()}
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
-    assert [name for name, text in texts.items() if not ast.get_docstring(ast.parse(text))] == []
+    assert [name for name, text in texts.items() if not text.startswith('"""')] == [], "no module docstring"
 
 
 def test_names_say_something() -> None:
     assert [relative(path) for path in SOURCES if BANNED.search(path.stem)] == []
-    classes = [
-        (relative(path), node.name)
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    ]
+    classes = [(relative(path), name) for path in SOURCES for name in CLASS.findall(path.read_text())]
+    assert classes
     assert [each for each in classes if BANNED.search(each[1])] == []
 
 

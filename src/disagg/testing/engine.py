@@ -10,6 +10,7 @@ length. So one that is begun anew in the middle of an answer, or misses a token,
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -199,12 +200,17 @@ def _modulus(grammar: GrammarSpec) -> int:
 
 def kv_bytes(layout: KvLayout, token_id: int, position: int, layer: int, kv: int) -> bytes:
     """KV of one token in one layer: token_bytes long, other bytes for each head."""
+    return _kv_bytes(token_id, position, layer, kv, layout.num_kv_heads, layout.row_bytes)
+
+
+@lru_cache(maxsize=1 << 15)  # each is asked for again by whoever checks the answer
+def _kv_bytes(token_id: int, position: int, layer: int, kv: int, num_heads: int, row_bytes: int) -> bytes:
     digest = hashlib.blake2b(struct.pack("<QQQQ", token_id, position, layer, kv), digest_size=8).digest()
-    if layout.num_kv_heads == 1:  # most tests
-        return (digest * (layout.row_bytes // 8 + 1))[: layout.row_bytes]
-    seeds = np.frombuffer(digest, np.uint64) + np.arange(layout.num_kv_heads, dtype=np.uint64) * _HEAD_STEP
-    rows = np.repeat(seeds[:, None], layout.row_bytes // 8 + 1, axis=1).view(np.uint8)
-    return rows[:, : layout.row_bytes].tobytes()
+    if num_heads == 1:  # most tests
+        return (digest * (row_bytes // 8 + 1))[:row_bytes]
+    seeds = np.frombuffer(digest, np.uint64) + np.arange(num_heads, dtype=np.uint64) * _HEAD_STEP
+    rows = np.repeat(seeds[:, None], row_bytes // 8 + 1, axis=1).view(np.uint8)
+    return rows[:, :row_bytes].tobytes()
 
 
 _HEAD_STEP = np.uint64(0x9E3779B97F4A7C15)

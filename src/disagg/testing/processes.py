@@ -25,7 +25,7 @@ from disagg.channel.lifeline import ParentEnd
 from disagg.core.errors import InternalFault
 
 MARK = "DISAGG_TEST_MARK"
-POLL_S = 0.02
+FIRST_POLL_S, MAX_POLL_S = 0.005, 0.05
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
 _URL = re.compile(r"https?://[\w.\[\]:]+?:\d+")
@@ -33,11 +33,12 @@ _URL = re.compile(r"https?://[\w.\[\]:]+?:\d+")
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
     """Poll until true. Raises InternalFault that names what was waited for."""
-    deadline_s = time.monotonic() + timeout_s
+    pause_s, deadline_s = FIRST_POLL_S, time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline_s:
             raise InternalFault(f"waited {timeout_s:g} s for {what}: it did not happen")
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, MAX_POLL_S)  # a look at what takes seconds may cost what it waits for
 
 
 def marked_processes(mark: str) -> dict[int, str]:

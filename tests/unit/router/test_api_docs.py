@@ -114,11 +114,13 @@ def test_the_description_takes_what_the_page_takes_and_nothing_else(endpoint: En
     taken = {row.name for row in PARAMETERS if row.word(word) == "yes"}
     assert set(schema["properties"]) == taken
     plain = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
+    jsonschema.Draft202012Validator.check_schema(schema)
+    validator = jsonschema.Draft202012Validator(schema)
     for row in PARAMETERS:
-        jsonschema.validate({**plain, **row.fields(word)}, schema)
+        validator.validate({**plain, **row.fields(word)})
         if row.name in taken:
             with pytest.raises(jsonschema.ValidationError):
-                jsonschema.validate({**plain, **row.fields(word), row.name: WRONG}, schema)
+                validator.validate({**plain, **row.fields(word), row.name: WRONG})
 
 
 async def test_the_description_names_every_endpoint(site: Site) -> None:
