@@ -10,10 +10,12 @@ Bytes on the wire and their sum are the same either way. Calls let other threads
 
 import ctypes
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from ctypes import c_int, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +78,15 @@ def windows_of(arena: Bytes, runs: Sequence[Segment], seed: int | None) -> "RunW
     return None if library is None else RunWindows(library, arena, offsets, lengths, seed)
 
 
+class _Window(NamedTuple):
+    """Some runs that follow each other."""
+
+    offsets: int  # addresses, as compiled code takes them
+    lengths: int
+    num_runs: int
+    num_bytes: int
+
+
 class RunWindows:
     """The bytes of some runs, window by window, once; and the XXH3 of them all."""
 
@@ -92,29 +103,33 @@ class RunWindows:
 
     def gathered(self) -> Iterator[Sequence[memoryview]]:
         """Each window is overwritten by the next."""
-        for offsets, lengths, packed in self._windows():
-            runs = offsets.ctypes.data, lengths.ctypes.data, len(lengths)
-            self._library.disagg_gather_runs(self._state, self._arena.ctypes.data, *runs, packed.ctypes.data)
-            yield (packed.data,)
+        gather, state, arena = self._library.disagg_gather_runs, self._state, self._arena.ctypes.data
+        packed, view = self._packed.ctypes.data, self._packed.data
+        for offsets, lengths, num_runs, num_bytes in self._windows():
+            gather(state, arena, offsets, lengths, num_runs, packed)
+            yield (view[:num_bytes],)
 
     def scattered(self) -> Iterator[Sequence[memoryview]]:
         """Windows to be filled; each is put in place when the next is asked for."""
-        for offsets, lengths, packed in self._windows():
-            yield (packed.data,)
-            runs = offsets.ctypes.data, lengths.ctypes.data, len(lengths)
-            self._library.disagg_scatter_runs(self._state, packed.ctypes.data, self._arena.ctypes.data, *runs)
+        scatter, state, arena = self._library.disagg_scatter_runs, self._state, self._arena.ctypes.data
+        packed, view = self._packed.ctypes.data, self._packed.data
+        for offsets, lengths, num_runs, num_bytes in self._windows():
+            yield (view[:num_bytes],)
+            scatter(state, packed, arena, offsets, lengths, num_runs)
 
     def checksum(self) -> int:
         """Of the windows so far; 0 where nothing is summed."""
         return 0 if self._state is None else int(self._library.disagg_sum_end(self._state))
 
-    def _windows(self) -> Iterator[tuple[_Ints, _Ints, Bytes]]:
-        ends = np.cumsum(self._lengths)
+    def _windows(self) -> Iterator[_Window]:
+        offsets, lengths = self._offsets.ctypes.data, self._lengths.ctypes.data
+        ends: list[int] = np.cumsum(self._lengths).tolist()
         at = done = 0
         while at < len(ends):
-            stop = int(np.searchsorted(ends, done + WINDOW_BYTES, side="right"))
-            yield self._offsets[at:stop], self._lengths[at:stop], self._packed[: int(ends[stop - 1]) - done]
-            at, done = stop, int(ends[stop - 1])
+            stop = bisect_right(ends, done + WINDOW_BYTES, at)
+            where = at * self._lengths.itemsize
+            yield _Window(offsets + where, lengths + where, stop - at, ends[stop - 1] - done)
+            at, done = stop, ends[stop - 1]
 
 
 def _cut(offsets: _Ints, lengths: _Ints) -> tuple[_Ints, _Ints]:
