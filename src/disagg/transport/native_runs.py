@@ -65,7 +65,7 @@ def load_runs() -> ctypes.CDLL | None:
 
 
 def windows_of(arena: Bytes, runs: Sequence[Segment], seed: int | None) -> "RunWindows | None":
-    """None also where runs leave the arena. With seed None nothing is summed."""
+    """None also where runs leave the arena."""
     if len(runs) < MIN_RUNS:
         return None
     offsets, lengths = SegmentArray.of(runs).columns()
@@ -96,10 +96,9 @@ class RunWindows:
         self._arena = arena
         self._offsets, self._lengths = _cut(offsets, lengths)
         self._packed = np.empty(min(WINDOW_BYTES, int(lengths.sum())), np.uint8)
-        self._state: ctypes.Array[ctypes.c_char] | None = None
-        if seed is not None:
-            self._state = ctypes.create_string_buffer(int(library.disagg_sum_bytes()))
-            library.disagg_sum_begin(self._state, seed)
+        self._state = ctypes.create_string_buffer(int(library.disagg_sum_bytes()))
+        self._is_asked_for = seed is not None  # summed they are in any case: it costs nothing
+        library.disagg_sum_begin(self._state, seed or 0)
 
     def gathered(self) -> Iterator[Sequence[memoryview]]:
         """Each window is overwritten by the next."""
@@ -118,8 +117,8 @@ class RunWindows:
             scatter(state, packed, arena, offsets, lengths, num_runs)
 
     def checksum(self) -> int:
-        """Of the windows so far; 0 where nothing is summed."""
-        return 0 if self._state is None else int(self._library.disagg_sum_end(self._state))
+        """Once the windows are at their end; 0 where no seed was given."""
+        return int(self._library.disagg_sum_end(self._state)) if self._is_asked_for else 0
 
     def _windows(self) -> Iterator[_Window]:
         offsets, lengths = self._offsets.ctypes.data, self._lengths.ctypes.data
