@@ -72,7 +72,9 @@ def windows_of(arena: Bytes, runs: Sequence[Segment], seed: int | None) -> "RunW
     num_bytes = int(lengths.sum())
     if num_bytes < MIN_BYTES or num_bytes >= len(lengths) * LONG_RUN_BYTES:
         return None
-    if int(offsets.min()) < 0 or int((offsets + lengths).max()) > arena.nbytes:
+    # Compiled code would write wherever it is told to. The first two bounds keep the sum from running over.
+    stops = offsets.max(), lengths.max(), (offsets + lengths).max()
+    if int(offsets.min()) < 0 or max(map(int, stops)) > arena.nbytes:
         return None
     library = load_runs()
     return None if library is None else RunWindows(library, arena, offsets, lengths, seed)

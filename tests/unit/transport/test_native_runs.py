@@ -91,9 +91,10 @@ def test_runs_arrive_and_their_sum_is_that_of_the_bytes(case: str, seed: int | N
         [Segment(index, 1) for index in range(MIN_BYTES - 1)],
         [Segment(ARENA_BYTES - 100, 101)] * MIN_RUNS,
         [Segment(-1, 100)] * MIN_RUNS,
+        [Segment(0, 4096)] * MIN_RUNS + [Segment(2**63 - 1, 4096)],
         [Segment(5, 0)] * MIN_RUNS,
     ],
-    ids=["few", "long", "short in all", "past the end", "before the start", "empty"],
+    ids=["few", "long", "short in all", "past the end", "before the start", "past all numbers", "empty"],
 )
 def test_other_runs_are_taken_one_by_one(runs: list[Segment]) -> None:
     assert windows_of(arena_of(1), runs, 0) is None
