@@ -5,7 +5,8 @@
 Two shapes: one run of 64 MiB, and 4096 runs of 16 KiB scattered over both arenas. Ours is timed from write() to
 WriteFinished (connected before), the plain loop from its first byte to the receiver's one-byte answer; it has no
 header, no grant, no checksum and no fence. Copying the same runs within one process (memcpy) has no second process
-either. The sides are interleaved in one run; medians are shown.
+either. The sides are interleaved in one run; medians are shown, and the mean of the processor time that both ends of a
+link take together, which a busy machine changes least.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import queue
 import random
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import time
@@ -49,6 +51,10 @@ PLAIN, MEMCPY = "plain loop", "memcpy"  # what the others are compared with
 MEMCPY_SUMMED = "memcpy, xxh3"
 TCP, TCP_UNSUMMED, SHARED = "tcp, xxh3", "tcp, no checksum", "shared memory"
 COMPARED = ((TCP, PLAIN), (TCP_UNSUMMED, PLAIN), (SHARED, PLAIN), (SHARED, MEMCPY), (MEMCPY_SUMMED, MEMCPY))
+
+
+ASK_CPU = b"\xff"  # to the child, where a shape's number would be
+CPU = struct.Struct("d")
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -137,6 +143,9 @@ def serve() -> None:
     known = shapes()
     with sock, listener:
         while command := sock.recv(1):
+            if command == ASK_CPU:
+                sock.sendall(CPU.pack(time.process_time()))
+                continue
             plain_receive(sock, memory.gather(known[command[0]].destination))
             sock.sendall(b"k")
     for receiver in (*receivers, neighbour):
@@ -171,6 +180,12 @@ class Plain(Side):
         if self._sock.recv(1) != b"k":
             raise ConnectionError("the benchmark's other side is gone")
         return time.perf_counter() - started_s
+
+    def cpu_s(self) -> float:
+        """Processor time of both processes since they began."""
+        self._sock.sendall(ASK_CPU)
+        answer = self._sock.recv(CPU.size, socket.MSG_WAITALL)
+        return float(CPU.unpack(answer)[0]) + time.process_time()
 
     def close(self) -> None:
         self._sock.close()
@@ -234,8 +249,15 @@ def over_shared_memory(address: str, memory: BytesMemory, domain: SharingDomain)
     return Ours(SHARED, sender, events, Endpoint(TransportKind.SHARED_MEMORY, address))
 
 
-def measure(repeats: int) -> dict[str, dict[str, float]]:
-    """Median MB/s by shape and side."""
+class Measured(msgspec.Struct, frozen=True):
+    """Of one side."""
+
+    mb_per_s: float  # median
+    cpu_ms: float  # mean, of both processes, for 64 MiB
+
+
+def measure(repeats: int) -> dict[str, dict[str, Measured]]:
+    """By shape and side."""
     domain = draw_domain()
     environment = {**os.environ, **domain.environment()}
     child = subprocess.Popen([sys.executable, __file__, "--serve"], stdout=subprocess.PIPE, env=environment)
@@ -253,14 +275,18 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
         target.fill(Segment(0, ARENA_BYTES), b"\1" * ARENA_BYTES)
         copies = [Memcpy(MEMCPY, memory, target), Memcpy(MEMCPY_SUMMED, memory, target, sums=True)]
         sides: Sequence[Side] = [plain, *ours, *copies]
-        result: dict[str, dict[str, float]] = {}
+        result: dict[str, dict[str, Measured]] = {}
         for index, shape in enumerate(shapes()):
             times: dict[str, list[float]] = {side.name: [] for side in sides}
+            cpu: dict[str, list[float]] = {side.name: [] for side in sides}
             for number in range(repeats + 1):  # the first of each is a warm-up
                 for side in sides:
+                    before_s = plain.cpu_s()
                     times[side.name].append(side.run(index, number))
+                    cpu[side.name].append(plain.cpu_s() - before_s)
             result[shape.name] = {
-                name: TOTAL_BYTES / 1e6 / statistics.median(values[1:]) for name, values in times.items()
+                name: Measured(TOTAL_BYTES / 1e6 / statistics.median(taken[1:]), 1e3 * statistics.mean(cpu[name][1:]))
+                for name, taken in times.items()
             }
         for each in ours:
             each.close()
@@ -308,20 +334,25 @@ def main() -> None:
         "repeats": args.repeats,
     }
     print(", ".join(f"{name}: {value}" for name, value in facts.items()) + "; medians, interleaved, loopback")
-    for shape, rates in result.items():
+    for shape, sides in result.items():
         print(f"\n{shape}")
-        for name, rate in rates.items():
-            shown = (f"x {rate / rates[than]:.2f} of {than}" for each, than in COMPARED if each == name)
-            print(f"  {name:18} {rate:8.0f} MB/s   {', '.join(shown)}".rstrip())
-        print(f"  the checksum's share of tcp's time: {1 - rates[TCP] / rates[TCP_UNSUMMED]:.0%}")
-    print(json.dumps({**facts, "mb_per_s": result, "ratios": ratios(result)}))
+        for name, side in sides.items():
+            shown = (
+                f"x {side.mb_per_s / sides[than].mb_per_s:.2f} of {than}" for each, than in COMPARED if each == name
+            )
+            print(f"  {name:18} {side.mb_per_s:8.0f} MB/s {side.cpu_ms:6.1f} ms CPU   {', '.join(shown)}".rstrip())
+        print(f"  the checksum's share of tcp's time: {1 - sides[TCP].mb_per_s / sides[TCP_UNSUMMED].mb_per_s:.0%}")
+        print(f"  the plain loop's CPU over tcp's: {sides[PLAIN].cpu_ms / sides[TCP].cpu_ms:.2f}")
+    rates = {shape: {name: side.mb_per_s for name, side in sides.items()} for shape, sides in result.items()}
+    cpu_ms = {shape: {name: side.cpu_ms for name, side in sides.items()} for shape, sides in result.items()}
+    print(json.dumps({**facts, "mb_per_s": rates, "cpu_ms": cpu_ms, "ratios": ratios(rates)}))
 
 
-def ratios(result: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def ratios(rates: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     """By shape and pair of sides."""
     return {
-        shape: {f"{name} / {than}": rates[name] / rates[than] for name, than in COMPARED}
-        for shape, rates in result.items()
+        shape: {f"{name} / {than}": sides[name] / sides[than] for name, than in COMPARED}
+        for shape, sides in rates.items()
     }
 
 

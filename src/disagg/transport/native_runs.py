@@ -10,10 +10,12 @@ Bytes on the wire and their sum are the same either way. Calls let other threads
 
 import ctypes
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from ctypes import c_int, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,17 +65,28 @@ def load_runs() -> ctypes.CDLL | None:
 
 
 def windows_of(arena: Bytes, runs: Sequence[Segment], seed: int | None) -> "RunWindows | None":
-    """None also where runs leave the arena. With seed None nothing is summed."""
+    """None also where runs leave the arena."""
     if len(runs) < MIN_RUNS:
         return None
     offsets, lengths = SegmentArray.of(runs).columns()
     num_bytes = int(lengths.sum())
     if num_bytes < MIN_BYTES or num_bytes >= len(lengths) * LONG_RUN_BYTES:
         return None
-    if int(offsets.min()) < 0 or int((offsets + lengths).max()) > arena.nbytes:
+    # Compiled code would write wherever it is told to. The first two bounds keep the sum from running over.
+    stops = offsets.max(), lengths.max(), (offsets + lengths).max()
+    if int(offsets.min()) < 0 or max(map(int, stops)) > arena.nbytes:
         return None
     library = load_runs()
     return None if library is None else RunWindows(library, arena, offsets, lengths, seed)
+
+
+class _Window(NamedTuple):
+    """Some runs that follow each other."""
+
+    offsets: int  # addresses, as compiled code takes them
+    lengths: int
+    num_runs: int
+    num_bytes: int
 
 
 class RunWindows:
@@ -85,36 +98,39 @@ class RunWindows:
         self._arena = arena
         self._offsets, self._lengths = _cut(offsets, lengths)
         self._packed = np.empty(min(WINDOW_BYTES, int(lengths.sum())), np.uint8)
-        self._state: ctypes.Array[ctypes.c_char] | None = None
-        if seed is not None:
-            self._state = ctypes.create_string_buffer(int(library.disagg_sum_bytes()))
-            library.disagg_sum_begin(self._state, seed)
+        self._state = ctypes.create_string_buffer(int(library.disagg_sum_bytes()))
+        self._is_asked_for = seed is not None  # summed they are in any case: it costs nothing
+        library.disagg_sum_begin(self._state, seed or 0)
 
     def gathered(self) -> Iterator[Sequence[memoryview]]:
         """Each window is overwritten by the next."""
-        for offsets, lengths, packed in self._windows():
-            runs = offsets.ctypes.data, lengths.ctypes.data, len(lengths)
-            self._library.disagg_gather_runs(self._state, self._arena.ctypes.data, *runs, packed.ctypes.data)
-            yield (packed.data,)
+        gather, state, arena = self._library.disagg_gather_runs, self._state, self._arena.ctypes.data
+        packed, view = self._packed.ctypes.data, self._packed.data
+        for offsets, lengths, num_runs, num_bytes in self._windows():
+            gather(state, arena, offsets, lengths, num_runs, packed)
+            yield (view[:num_bytes],)
 
     def scattered(self) -> Iterator[Sequence[memoryview]]:
         """Windows to be filled; each is put in place when the next is asked for."""
-        for offsets, lengths, packed in self._windows():
-            yield (packed.data,)
-            runs = offsets.ctypes.data, lengths.ctypes.data, len(lengths)
-            self._library.disagg_scatter_runs(self._state, packed.ctypes.data, self._arena.ctypes.data, *runs)
+        scatter, state, arena = self._library.disagg_scatter_runs, self._state, self._arena.ctypes.data
+        packed, view = self._packed.ctypes.data, self._packed.data
+        for offsets, lengths, num_runs, num_bytes in self._windows():
+            yield (view[:num_bytes],)
+            scatter(state, packed, arena, offsets, lengths, num_runs)
 
     def checksum(self) -> int:
-        """Of the windows so far; 0 where nothing is summed."""
-        return 0 if self._state is None else int(self._library.disagg_sum_end(self._state))
+        """Once the windows are at their end; 0 where no seed was given."""
+        return int(self._library.disagg_sum_end(self._state)) if self._is_asked_for else 0
 
-    def _windows(self) -> Iterator[tuple[_Ints, _Ints, Bytes]]:
-        ends = np.cumsum(self._lengths)
+    def _windows(self) -> Iterator[_Window]:
+        offsets, lengths = self._offsets.ctypes.data, self._lengths.ctypes.data
+        ends: list[int] = np.cumsum(self._lengths).tolist()
         at = done = 0
         while at < len(ends):
-            stop = int(np.searchsorted(ends, done + WINDOW_BYTES, side="right"))
-            yield self._offsets[at:stop], self._lengths[at:stop], self._packed[: int(ends[stop - 1]) - done]
-            at, done = stop, int(ends[stop - 1])
+            stop = bisect_right(ends, done + WINDOW_BYTES, at)
+            where = at * self._lengths.itemsize
+            yield _Window(offsets + where, lengths + where, stop - at, ends[stop - 1] - done)
+            at, done = stop, ends[stop - 1]
 
 
 def _cut(offsets: _Ints, lengths: _Ints) -> tuple[_Ints, _Ints]:

@@ -42,6 +42,7 @@ from disagg.transport.capability import (
 )
 from disagg.transport.deadlines import DeadlineWatch
 from disagg.transport.grants import AlreadyLanded, Arrival, GrantTable, Refused, Visit
+from disagg.transport.native_runs import load_runs
 from disagg.transport.outbox import Outbox
 from disagg.transport.parted_landing import landing_for
 from disagg.transport.runs import host_arena
@@ -123,6 +124,8 @@ class TcpReceiver:
         """
         self._memory = memory
         self._arena = host_arena(memory)
+        if self._arena is not None:
+            load_runs()  # compiled now if need be, not within a write
         self._incarnation = incarnation
         self._checksums = checksums
         self._fence_timeout_s = fence_timeout_s

@@ -9,6 +9,7 @@ from disagg.kvcache.memory import MappableMemory, Memory
 from disagg.transport.api import Post
 from disagg.transport.link import Link, LinkLimits, Target
 from disagg.transport.link_sender import LinkSender
+from disagg.transport.native_runs import load_runs
 from disagg.transport.probe import Measured, measure
 from disagg.transport.tcp_connection import TcpSenderConfig, open_tcp
 from disagg.transport.tcp_dial import Introduction, introduce, open_stream
@@ -39,6 +40,8 @@ class TcpSender(LinkSender):
         lanes, limit_s = self._config.num_lanes, self._config.close_timeout_s
         name = f"disagg-tcp-cancel-{worker_id}"
         super().__init__(memory, post, arena, num_lanes=lanes, close_timeout_s=limit_s, name=name)
+        if self._source is not None:
+            load_runs()  # compiled now if need be, not within a write
         self._worker_id = worker_id
         self._incarnation = incarnation
         self._tls = tls

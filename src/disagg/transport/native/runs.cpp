@@ -169,13 +169,6 @@ void update(Sum &sum, const Runs &runs, uint8_t *target, bool passes_cache) {
     }
 }
 
-void move(void *state, const Runs &runs, uint8_t *target, bool passes_cache) {
-    if (state)
-        update(*static_cast<Sum *>(state), runs, target, passes_cache);
-    else
-        std::memcpy(target, runs.now, runs.num_now);
-}
-
 uint64_t folded(uint64_t one, uint64_t other) {
     unsigned __int128 product = static_cast<unsigned __int128>(one) * other;
     return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
@@ -204,13 +197,13 @@ void disagg_sum_begin(void *state, uint64_t seed) {
     sum.num_pending = sum.num_stripes = sum.num_bytes = 0;
 }
 
-// Runs of an arena, in order, into `packed`, and taken in where state is not null. The caller has checked bounds.
+// Runs of an arena, in order, into `packed`, and taken in. The caller has checked bounds.
 void disagg_gather_runs(void *state, const uint8_t *arena, const int64_t *offsets, const int64_t *lengths,
                         int64_t num_runs, uint8_t *packed) {
     for (int64_t run = 0; run < num_runs; ++run) {
         int64_t next = std::min(run + 1, num_runs - 1);
         Runs runs{arena + offsets[run], arena + offsets[next], lengths[run], next == run ? 0 : lengths[next]};
-        move(state, runs, packed, false);
+        update(*static_cast<Sum *>(state), runs, packed, false);
         packed += lengths[run];
     }
 }
@@ -220,7 +213,7 @@ void disagg_gather_runs(void *state, const uint8_t *arena, const int64_t *offset
 void disagg_scatter_runs(void *state, const uint8_t *packed, uint8_t *arena, const int64_t *offsets,
                          const int64_t *lengths, int64_t num_runs) {
     for (int64_t run = 0; run < num_runs; ++run) {
-        move(state, {packed, nullptr, lengths[run], 0}, arena + offsets[run], true);
+        update(*static_cast<Sum *>(state), {packed, nullptr, lengths[run], 0}, arena + offsets[run], true);
         packed += lengths[run];
     }
     _mm_sfence();
