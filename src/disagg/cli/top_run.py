@@ -13,7 +13,7 @@ from typing import TextIO
 
 import msgspec
 
-from disagg.bench.http_client import HttpClient
+from disagg.bench.http_client import ConnectionBroken, HttpClient
 from disagg.channel.garbage import collect_rarely
 from disagg.cli.top_screen import Screen
 from disagg.cli.top_view import SHOWN, Away, Line, Look, absent, picture
@@ -60,6 +60,8 @@ async def _look(client: HttpClient) -> Look | Away:
 
 
 def _why(error: OSError) -> str:
+    if isinstance(error, ConnectionBroken | ssl.SSLError):
+        return "the connection was closed without an answer: is it http, or https?"
     # A name with several addresses fails with all their errors in one text.
     if f"[Errno {errno.ECONNREFUSED}]" in str(error):
         return "nobody listens there"
@@ -124,4 +126,4 @@ def _lines(looks: deque[Look], url: str, found: Look | Away, width: int) -> list
     if isinstance(found, Look):
         return shown
     since_s = time.monotonic() - looks[-1].at_s if looks else None
-    return [*absent(url, found, since_s, width), *shown]
+    return [*absent(url, found, since_s, width), Line(""), *shown]
