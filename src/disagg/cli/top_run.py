@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import ssl
@@ -13,7 +12,7 @@ from typing import TextIO
 
 import msgspec
 
-from disagg.bench.http_client import ConnectionBroken, HttpClient
+from disagg.bench.http_client import HttpClient, why_silent
 from disagg.channel.garbage import collect_rarely
 from disagg.cli.top_screen import Screen
 from disagg.cli.top_view import SHOWN, Away, Line, Look, absent, picture
@@ -48,7 +47,7 @@ async def _look(client: HttpClient) -> Look | Away:
     except TimeoutError:
         return Away(f"no answer within {ANSWER_TIMEOUT_S:g} s")
     except OSError as error:
-        return Away(_why(error))
+        return Away(why_silent(error))
     for path, (status, _) in answers.items():
         if status != _OK:
             return Away(f"HTTP {status} for {path}")
@@ -57,15 +56,6 @@ async def _look(client: HttpClient) -> Look | Away:
     except msgspec.DecodeError as error:
         return Away(f"/cluster is none of a router: {error}")
     return Look(time.monotonic(), cluster, read(answers["/metrics"][1].decode(errors="replace"), SHOWN))
-
-
-def _why(error: OSError) -> str:
-    if isinstance(error, ConnectionBroken | ssl.SSLError):
-        return "the connection was closed without an answer: is it http, or https?"
-    # A name with several addresses fails with all their errors in one text.
-    if f"[Errno {errno.ECONNREFUSED}]" in str(error):
-        return "nobody listens there"
-    return error.strerror or str(error)
 
 
 async def _print_once(url: str, interval_s: float, out: TextIO) -> None:
