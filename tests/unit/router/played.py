@@ -117,7 +117,9 @@ class RawClient:
         self._got = b""
 
     @classmethod
-    async def ask(cls, place: Place, path: str, *, connection: str = "close", **fields: object) -> "RawClient":
+    async def ask(cls, place: Place, path: str, **fields: object) -> "RawClient":
+        """fields: of the body; `connection`: the header, "close" where it is not given."""
+        connection = fields.pop("connection", "close")
         connected = socket.socket()
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connected.setblocking(False)
