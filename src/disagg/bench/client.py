@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from disagg.bench.http_client import MAX_ERROR_BYTES, HttpClient
+from disagg.bench.http_client import MAX_ERROR_BYTES, HttpClient, why_silent
 from disagg.bench.prompts import PromptSource
 from disagg.bench.record import Lapse, RequestRecord
 from disagg.bench.sse import EventParser
@@ -186,7 +186,7 @@ async def find_model(http: HttpClient) -> str:
         async with asyncio.timeout(10.0):
             status, body = await http.get("/v1/models")
     except (OSError, TimeoutError) as error:
-        raise ConfigurationError(f"no answer from the server ({str(error) or 'within 10 s'}): is it up?") from None
+        raise ConfigurationError(f"no answer from {http.url} ({why_silent(error)}): is it up?") from None
     try:
         models = msgspec.json.decode(body, type=_Models).data if status == 200 else []
     except msgspec.DecodeError:

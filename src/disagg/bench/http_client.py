@@ -6,6 +6,7 @@ General clients copy and buffer what they read; at hundreds of streams their own
 """
 
 import asyncio
+import errno
 import ssl
 import time
 from collections import deque
@@ -23,6 +24,15 @@ CONNECT_TIMEOUT_S = 10.0
 
 class ConnectionBroken(ConnectionError):
     """The server went away, or what it sent is no HTTP."""
+
+
+def why_silent(error: OSError) -> str:
+    """Why nobody has answered, in a few words."""
+    if f"[Errno {errno.ECONNREFUSED}]" in str(error):  # of a name with several addresses it says so of each
+        return "nobody listens there"
+    if isinstance(error, ConnectionBroken) or getattr(error, "reason", "") == "WRONG_VERSION_NUMBER":
+        return f"{error.strerror or error}: is it http, or https?"
+    return error.strerror or str(error) or "no answer in time"
 
 
 class _Connection(asyncio.Protocol):
@@ -85,7 +95,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        self._fail(ConnectionBroken(f"the connection was lost after {self.num_read} bytes of the answer ({error})"))
+        why = f" ({error})" if error else ""
+        self._fail(ConnectionBroken(f"the connection was lost after {self.num_read} bytes of the answer{why}"))
 
     # --- httptools
 
@@ -125,6 +136,7 @@ class HttpClient:
             raise ConfigurationError(f"{url!r} has a port that is no number up to 65535") from None
         if address.scheme not in ("http", "https") or not address.hostname:
             raise ConfigurationError(f"{url!r} is no URL such as http://127.0.0.1:8000")
+        self.url = url
         self._host = address.hostname
         self._tls = (tls or ssl.create_default_context()) if address.scheme == "https" else None
         self._port = port or (443 if self._tls else 80)

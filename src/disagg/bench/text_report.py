@@ -43,6 +43,8 @@ def describe(result: LoadResult) -> list[str]:
         lines.append("failed: " + ", ".join(f"{kind} {count}" for kind, count in sorted(f.lapses.items())))
         first = next(record for record in result.records if record.lapse is not None and not record.is_warm_up)
         lines.append(f"  the first: request {first.number}, {first.detail}")
+    if not f.num_whole:
+        return lines  # nothing else was measured
     rows = [SPREAD_HEADS, *(spread_row(f"{name} ms", spread) for name, spread in spreads(f))]
     lines += table(rows)
     lines.append(

@@ -56,11 +56,12 @@ class Progress:
 
     def _draw(self, now_s: float) -> None:
         if self._live is not None:
-            self._live.update(Text(self.line(now_s)), refresh=True)
+            # One line, also on a narrow terminal: two would leave the first behind.
+            self._live.update(Text(self.line(now_s), no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def line(self, now_s: float) -> str:
         """The state of the load in one line."""
         of = f"/{self._num_expected}" if self._num_expected else ""
         ttft = f", recent TTFT p50 {1e3 * statistics.median(self._recent_ttft_s):.0f} ms" if self._recent_ttft_s else ""
         failed = f", {self._num_failed} failed" if self._num_failed else ""
-        return f"{self._label}: {self._num}{of} answered in {now_s - self._start_s:.0f} s{ttft}{failed}"
+        return f"{self._label}: {self._num}{of} over in {now_s - self._start_s:.0f} s{failed}{ttft}"

@@ -186,6 +186,8 @@ def _show(results: list[LoadResult], limit: Limit | None, asked: LoadOptions, re
         sections = _sections(results, limit)
         subtitle = f"{asked.target}: {load_in_words(asked)}; disagg {__version__}"
         write_page(report.html, page("disagg bench", subtitle, sections, [sentence] if sentence else []))
+    if not any(result.figures.num_whole for result in results):
+        raise SystemExit(1)
 
 
 def _sections(results: list[LoadResult], limit: Limit | None) -> list[Section]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import ssl
@@ -13,7 +12,7 @@ from typing import TextIO
 
 import msgspec
 
-from disagg.bench.http_client import HttpClient
+from disagg.bench.http_client import HttpClient, why_silent
 from disagg.channel.garbage import collect_rarely
 from disagg.cli.top_screen import Screen
 from disagg.cli.top_view import SHOWN, Away, Line, Look, absent, picture
@@ -48,7 +47,7 @@ async def _look(client: HttpClient) -> Look | Away:
     except TimeoutError:
         return Away(f"no answer within {ANSWER_TIMEOUT_S:g} s")
     except OSError as error:
-        return Away(_why(error))
+        return Away(why_silent(error))
     for path, (status, _) in answers.items():
         if status != _OK:
             return Away(f"HTTP {status} for {path}")
@@ -57,13 +56,6 @@ async def _look(client: HttpClient) -> Look | Away:
     except msgspec.DecodeError as error:
         return Away(f"/cluster is none of a router: {error}")
     return Look(time.monotonic(), cluster, read(answers["/metrics"][1].decode(errors="replace"), SHOWN))
-
-
-def _why(error: OSError) -> str:
-    # A name with several addresses fails with all their errors in one text.
-    if f"[Errno {errno.ECONNREFUSED}]" in str(error):
-        return "nobody listens there"
-    return error.strerror or str(error)
 
 
 async def _print_once(url: str, interval_s: float, out: TextIO) -> None:
@@ -124,4 +116,4 @@ def _lines(looks: deque[Look], url: str, found: Look | Away, width: int) -> list
     if isinstance(found, Look):
         return shown
     since_s = time.monotonic() - looks[-1].at_s if looks else None
-    return [*absent(url, found, since_s, width), *shown]
+    return [*absent(url, found, since_s, width), Line(""), *shown]

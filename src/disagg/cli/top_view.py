@@ -113,7 +113,7 @@ def picture(before: Look | None, now: Look, url: str, width: int = NO_LIMIT) -> 
     """The whole screen; workers last, one line each. width: in cells."""
     span = _Span(before, now)
     rows, unseen = _aligned([_COLUMNS, *_rows(span, now)], width)
-    hint = _wrapped("a wider terminal shows ", unseen, width) if unseen else [""]
+    hint = _wrapped("a wider terminal shows ", unseen, width) if unseen and now.cluster.workers else [""]
     return [
         *(Line(text, is_title=True) for text in _wrapped("", _headline(now, url), width)),
         *(Line(text) for title, items in _summary(span, now) for text in _wrapped(f"{title:{_INDENT}}", items, width)),

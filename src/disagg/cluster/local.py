@@ -22,6 +22,7 @@ from disagg.channel.channel import MAX_SILENT_BEATS
 from disagg.cluster.command_line import router_arguments, router_environment, worker_arguments
 from disagg.cluster.plan import LocalPlan
 from disagg.cluster.process import OnLine, ProcessSpec, Stream
+from disagg.cluster.router_watch import RouterWatch
 from disagg.cluster.supervisor import (
     CONFIGURATION_EXIT_CODE,
     ProcessExited,
@@ -30,7 +31,7 @@ from disagg.cluster.supervisor import (
     Supervisor,
     describe_returncode,
 )
-from disagg.cluster.view import ClusterView, RouterWatch
+from disagg.cluster.view import ClusterView
 from disagg.core.errors import ConfigurationError, DisaggError, InternalFault
 from disagg.router.config import Announcement, RouterConfig, decode_announcement
 from disagg.transport.sharing import draw_domain

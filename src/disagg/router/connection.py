@@ -69,6 +69,7 @@ class ClientConnection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._headers_due: asyncio.TimerHandle | None = None
         self._read_due: asyncio.TimerHandle | None = None
+        self._cycles: list[RequestResponseCycle] = []  # that are not answered
         self._num_header_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -83,6 +84,10 @@ class ClientConnection(HttpToolsProtocol):
         # uvicorn leaves its own timer running after an error, and the connection in memory with it.
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
+        for cycle in self._cycles:  # uvicorn tells only the last one, which may wait for the others
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         self.flow.pause_writing()  # for good: a TLS transport that is gone may not even be written to
 
     def data_received(self, data: bytes) -> None:
@@ -111,6 +116,8 @@ class ClientConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_headers_timer()
         super().on_headers_complete()
+        if self.cycle is not None:
+            self._cycles = [each for each in (*self._cycles, self.cycle) if not each.response_complete]
 
     def pause_writing(self) -> None:
         super().pause_writing()

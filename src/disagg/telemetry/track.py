@@ -131,6 +131,8 @@ class ChoiceTrack:
 
     def _attempt_of(self, worker: WorkerId, position: int) -> int:
         """A late token of an earlier attempt says so by its report."""
+        if len(self.attempts) == 1:
+            return self.attempts[0].trip.attempt
         for attempt in reversed(self.attempts):
             if (attempt.trip.attempt, worker, position) in self.reports:
                 return attempt.trip.attempt

@@ -104,4 +104,6 @@ def test_lines_say_why_requests_failed() -> None:
     lines = "\n".join(describe(result("x", [record(0), record(1, lapse=Lapse.REFUSED)])))
     assert "failed: refused 1" in lines
     assert "as told" in lines
-    assert describe(result("x", [record(0, lapse=Lapse.REFUSED)]))  # of nothing whole, too
+    of_nothing = describe(result("x", [record(0, lapse=Lapse.REFUSED)]))
+    assert "1 requests counted, 0 answered whole" in of_nothing[0]
+    assert "nan" not in " ".join(of_nothing)

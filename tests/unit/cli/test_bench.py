@@ -80,6 +80,15 @@ def test_a_run_leaves_figures_records_and_a_page(
     assert page.read_text().count("<svg") == 5  # four curves and the waterfall; no workers are known
 
 
+def test_a_load_that_nobody_answers_has_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], url: str
+) -> None:
+    assert run(monkeypatch, url, "--rate", "50", "--requests", "3", "--timeout-s", "0.005") == 1
+    said = capsys.readouterr().out
+    assert "3 requests counted, 0 answered whole" in said
+    assert "nan" not in said
+
+
 def test_a_search_says_what_it_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], url: str
 ) -> None:

@@ -251,3 +251,10 @@ def test_another_server_is_said_to_be_one(
 ) -> None:
     assert run(monkeypatch, "--url", router, "--once") == 2
     assert f"no router answers at {router} (HTTP 404 for /cluster)" in capsys.readouterr().err
+
+
+def test_the_wrong_scheme_is_asked_about(
+    router: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--url", router.replace("http:", "https:"), "--once") == 2
+    assert "is it http, or https?" in capsys.readouterr().err

@@ -110,7 +110,7 @@ class Place:
 
 
 class RawClient:
-    """Asks over a socket that takes little of what it does not read; its connection is closed after the answer."""
+    """Asks over a socket that takes little of what it does not read."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -119,6 +119,8 @@ class RawClient:
 
     @classmethod
     async def ask(cls, place: Place, path: str, **fields: object) -> "RawClient":
+        """fields: of the body; `connection`: the header, "close" where it is not given."""
+        connection = fields.pop("connection", "close")
         connected = socket.socket()
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connected.setblocking(False)
@@ -130,7 +132,7 @@ class RawClient:
         if place.trusting:  # it would read hundreds of kilobytes ahead
             writer.transport.set_read_buffer_limits(high=2048)  # type: ignore[attr-defined]
         content = json.dumps(asked(path, fields)).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: {connection}\r\nContent-Length: {len(content)}\r\n\r\n"
         writer.write(head.encode() + content)
         return cls(reader, writer)
 
@@ -143,6 +145,10 @@ class RawClient:
         self._got += await self._reader.read()
         self._writer.close()
         return events_of(self._got)
+
+    def ask_ahead(self) -> None:
+        """Another request before the first one is answered."""
+        self._writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
 
     def leave(self) -> None:
         self._writer.transport.abort()

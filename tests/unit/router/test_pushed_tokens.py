@@ -218,6 +218,24 @@ async def test_a_client_that_goes_between_two_tokens(place: Place, written: list
     await until(lambda: place.worker.aborted == [sequence_id])
 
 
+async def test_a_client_that_has_asked_ahead_goes_as_any(place: Place) -> None:
+    """Over TLS its going is seen when the answer ends: whose reading is paused is not told of the end."""
+    client = await RawClient.ask(place, COMPLETIONS, connection="keep-alive", max_tokens=9000)
+    await place.has_open(1)
+    (sequence_id,) = place.worker.sent
+    for _ in range(3):
+        place.worker.step()
+        await client.token()
+    client.ask_ahead()
+    await until(lambda: bool(place.connection.pipeline))
+    client.leave()
+    async with asyncio.timeout(DEADLINE_S):
+        while not place.worker.aborted and place.worker.sent:
+            place.worker.step()
+            await asyncio.sleep(0.001)
+    assert place.worker.aborted == [sequence_id]
+
+
 @pytest.mark.usefixtures("either_scheme")
 async def test_tokens_for_a_client_that_has_just_gone_are_nobodys_fault(
     place: Place, caplog: pytest.LogCaptureFixture
