@@ -35,6 +35,7 @@ $(STAMP): requirements.lock pyproject.toml
 	$(PY) -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	$(PY) -m disagg.engine.native.build
+	$(PY) -c "from disagg.transport.native_runs import load_runs; load_runs()"
 	@touch $@
 
 .PHONY: venv
