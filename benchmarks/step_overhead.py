@@ -47,7 +47,7 @@ ARITHMETIC = (
 
 
 class Stopwatch:
-    """Seconds spent inside the wrapped methods, by part: the method, or what `part_of` makes of it and its arguments."""
+    """Seconds inside the wrapped methods, by part: the method, or what part_of makes of it and its arguments."""
 
     def __init__(self, part_of: Callable[[str, tuple[Any, ...]], str] = lambda method, arguments: method) -> None:
         self.parts: defaultdict[str, float] = defaultdict(float)

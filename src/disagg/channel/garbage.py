@@ -18,7 +18,8 @@ def loading() -> Iterator[None]:
 def collect_rarely() -> None:
     """What is loaded by now stays, and what a step makes for hundreds of streams goes by itself: searching all of it
     for cycles after every few hundred tokens would cost more than writing them, and stop everybody meanwhile.
+
+    Cycles that loading has left behind, some thousands of objects, stay too: to search for them takes 0.1 s.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)

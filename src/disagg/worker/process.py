@@ -91,10 +91,11 @@ async def _serve(config: WorkerConfig, loaded: LoadedEngine, domain: SharingDoma
 
 async def prepare_when_idle(prepare: Callable[[], None], is_idle: Callable[[], bool], interval_s: float) -> None:
     """Looks every interval_s, not at once: beside the first requests it would stand in their way."""
-    await asyncio.sleep(interval_s)
-    while not is_idle():
+    while True:
         await asyncio.sleep(interval_s)
-    prepare()
+        if is_idle():
+            prepare()
+            return
 
 
 async def _ending(worker: Worker, drain_timeout_s: float) -> None:

@@ -101,17 +101,18 @@ class SegmentPass {
     const Cache *keys_at(int64_t place) const { return static_cast<const Cache *>(a_.keys) + place; }
     const Cache *values_at(int64_t place) const { return static_cast<const Cache *>(a_.values) + place; }
 
-    // Asks for the line at `d`, where one begins.
+    // Asks for the line at `d`, where one begins, into the second cache: the nearest has no room for a tile ahead.
     static void ask(const Cache *head, int64_t d) {
-        if (d * sizeof(Cache) % 64 == 0) _mm_prefetch((const char *)(head + d), _MM_HINT_T0);
+        if (d * sizeof(Cache) % 64 == 0) _mm_prefetch((const char *)(head + d), _MM_HINT_T1);
     }
 
-    // keys_ [head_dim][KEY_TILE]; places without a key are 0. Asks for the values of the same tokens, wanted next, and
-    // for the next keys.
+    // keys_ [head_dim][KEY_TILE]; places without a key are 0. Asks for the values of the same tokens, wanted next, and for
+    // the keys of the next tile.
     void turn_keys(const Tile &tile, const Tile &next, int64_t offset) {
         for (int64_t t = 0; t < KEY_TILE; t += LANES) {
             const Cache *rows[LANES];
-            int64_t present = std::min<int64_t>(LANES, tile.present - t), coming = std::min<int64_t>(LANES, next.present - t);
+            int64_t present = std::min<int64_t>(LANES, tile.present - t);
+            int64_t coming = std::min<int64_t>(LANES, next.present - t);
             for (int64_t i = 0; i < LANES; i++) rows[i] = i < present ? keys_at(tile.places[t + i] + offset) : nullptr;
             for (int64_t d = 0; d < a_.head_dim; d += LANES) {
                 for (int64_t i = 0; i < present; i++) ask(values_at(tile.places[t + i] + offset), d);

@@ -76,40 +76,17 @@ static inline void transpose(const Vec *rows, float *out, int64_t out_stride) {
     }
 }
 
-// The same of rows in memory, from their element d on. Loads put the fours of four rows side by side: half of the shuffles
-// are left. float16 is turned before it is made float32.
-static inline void transpose(const float *const *rows, int64_t d, float *out, int64_t out_stride) {
-    for (int c = 0; c < 16; c += 4) {
-        __m512 a[4];
-        for (int i = 0; i < 4; i++) {
-            a[i] = _mm512_castps128_ps512(_mm_loadu_ps(rows[i] + d + c));
-            a[i] = _mm512_mask_broadcast_f32x4(a[i], 0x00F0, _mm_loadu_ps(rows[i + 4] + d + c));
-            a[i] = _mm512_mask_broadcast_f32x4(a[i], 0x0F00, _mm_loadu_ps(rows[i + 8] + d + c));
-            a[i] = _mm512_mask_broadcast_f32x4(a[i], 0xF000, _mm_loadu_ps(rows[i + 12] + d + c));
-        }
-        __m512d low[2], high[2];
-        for (int i = 0; i < 2; i++) {
-            low[i] = _mm512_castps_pd(_mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]));
-            high[i] = _mm512_castps_pd(_mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]));
-        }
-        _mm512_storeu_pd(out + c * out_stride, _mm512_unpacklo_pd(low[0], low[1]));
-        _mm512_storeu_pd(out + (c + 1) * out_stride, _mm512_unpackhi_pd(low[0], low[1]));
-        _mm512_storeu_pd(out + (c + 2) * out_stride, _mm512_unpacklo_pd(high[0], high[1]));
-        _mm512_storeu_pd(out + (c + 3) * out_stride, _mm512_unpackhi_pd(high[0], high[1]));
-    }
-}
-
-static inline __m128i eight_at(const uint16_t *p) { return _mm_loadu_si128((const __m128i *)p); }
-
+// The same of rows of float16 in memory, from their element d on: turned before they are made float32. Loads put the eights
+// of four rows side by side.
 static inline void transpose(const uint16_t *const *rows, int64_t d, float *out, int64_t out_stride) {
     const __m512i even_first = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
     for (int c = 0; c < 16; c += 8) {
         __m512i a[4], pairs[4];
         for (int i = 0; i < 4; i++) {
-            a[i] = _mm512_castsi128_si512(eight_at(rows[i] + d + c));
-            a[i] = _mm512_mask_broadcast_i32x4(a[i], 0x00F0, eight_at(rows[i + 4] + d + c));
-            a[i] = _mm512_mask_broadcast_i32x4(a[i], 0x0F00, eight_at(rows[i + 8] + d + c));
-            a[i] = _mm512_mask_broadcast_i32x4(a[i], 0xF000, eight_at(rows[i + 12] + d + c));
+            a[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[i] + d + c)));
+            a[i] = _mm512_mask_broadcast_i32x4(a[i], 0x00F0, _mm_loadu_si128((const __m128i *)(rows[i + 4] + d + c)));
+            a[i] = _mm512_mask_broadcast_i32x4(a[i], 0x0F00, _mm_loadu_si128((const __m128i *)(rows[i + 8] + d + c)));
+            a[i] = _mm512_mask_broadcast_i32x4(a[i], 0xF000, _mm_loadu_si128((const __m128i *)(rows[i + 12] + d + c)));
         }
         __m512i low[2], high[2];
         for (int i = 0; i < 2; i++) {
@@ -224,14 +201,14 @@ static inline void transpose(const Vec *rows, float *out, int64_t out_stride) {
     }
 }
 
+#endif
+
 template <class Cell>
 static inline void transpose(const Cell *const *rows, int64_t d, float *out, int64_t out_stride) {
     Vec square[LANES];
     for (int i = 0; i < LANES; i++) square[i] = load(rows[i] + d);
     transpose(square, out, out_stride);
 }
-
-#endif
 
 static inline float sum(Vec a) {
     __m256 eight = fold(a);
