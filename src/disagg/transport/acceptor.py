@@ -16,7 +16,7 @@ from disagg.transport.deadlines import join_all
 
 _log = logging.getLogger(__name__)
 
-_ACCEPT_POLL_S = 1.0  # only where shutdown() does not wake accept(); Linux wakes at once
+_ACCEPT_POLL_S = 1.0  # only where nothing wakes accept()
 
 
 class Accepted(Protocol):
@@ -110,11 +110,20 @@ class Acceptor(Generic[C]):
             threads = [self._thread, *self._threads]
             for made in self._open:
                 made.shut()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        self._wake()
         left = join_all(threads, timeout_s)
         self._listener.close()
         return left
+
+    def _wake(self) -> None:
+        """shutdown() wakes accept() of TCP only; that of a Unix socket wakes by being called."""
+        with contextlib.suppress(OSError):
+            if self._listener.family == socket.AF_UNIX:
+                with socket.socket(socket.AF_UNIX, self._listener.type) as caller:
+                    caller.setblocking(False)  # with a full backlog nobody sleeps in accept()
+                    caller.connect(self._listener.getsockname())
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
 
     def check_invariants(self) -> None:
         with self._lock:
@@ -134,6 +143,9 @@ class Acceptor(Generic[C]):
                 _log.warning("accept on %s failed: %s", self._where, error)
                 time.sleep(0.05)  # out of descriptors: do not spin until some are free
                 continue
+            if self._is_closed:
+                sock.close()
+                return
             self._admit(sock, address)
 
     def _admit(self, sock: socket.socket, address: Any) -> None:

@@ -13,7 +13,6 @@ from tests.unit.transport.rigs import Rig, TcpRig, open_descriptors
 
 from disagg.channel.keys import Keys, load_keys
 from disagg.cluster.authority import make_keys
-from disagg.transport import acceptor
 
 
 def shared_pages() -> tuple[int, int, int]:
@@ -39,12 +38,6 @@ def nothing_left_behind() -> Iterator[None]:
         gc.collect()  # a failed write's traceback may hold views
         left = shared_pages()
     assert all(now <= before for now, before in zip(left, pages, strict=True)), f"{left} are left of {pages}"
-
-
-@pytest.fixture(autouse=True)
-def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing wakes the accept() of a socket of the Unix family on Linux: each end would take a second."""
-    monkeypatch.setattr(acceptor, "_ACCEPT_POLL_S", 0.02, raising=False)
 
 
 @pytest.fixture(scope="session")
