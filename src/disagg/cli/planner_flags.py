@@ -123,6 +123,10 @@ class QuestionFlags(msgspec.Struct, frozen=True, kw_only=True):
 
     def _traffic(self) -> Traffic:
         if self.trace is not None:
+            if not self.trace_format:
+                raise ConfigurationError(
+                    f"--trace {self.trace}: give --trace-format, one of {', '.join(TRACE_FORMATS)}"
+                )
             work = TraceWork(path=self.trace, format=self.trace_format, rate_scale=self.rate_scale)
             return read_traffic(self.trace.name, work, self.seed)
         if not (self.rate > 0 and self.prompt_tokens >= 1 and self.output_tokens >= 1):
@@ -146,4 +150,6 @@ def _parse_gpus(text: str, budget: float) -> Gpus:
         if not budget or not price:
             raise ConfigurationError(f"--gpu {text}: give a count, or a --budget and a price, as in {name}@2.5")
         count = int(budget / price)
+        if count < 1:
+            raise ConfigurationError(f"--gpu {text}: {budget:g} dollars an hour buy none at {price:g} each; allow more")
     return make_gpus(name, count, usd)

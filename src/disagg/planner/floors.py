@@ -31,6 +31,14 @@ def prompt_floor(steps: Steps, traffic: Traffic, target: Target) -> PromptFloor:
 def check_floors(steps: Steps, traffic: Traffic, target: Target) -> None:
     """Raises ConfigurationError where even an idle fleet misses: prompts alone for TTFT, one stream alone for TPOT."""
     cuts = steps.cuts()
+    longest = sorted(request.num_prompt_tokens + request.num_output_tokens for request in traffic.requests)
+    wanted = longest[int(target.share * (len(longest) - 1))]
+    model = steps.fleet.model
+    if model.max_context and model.max_context < wanted:
+        raise ConfigurationError(
+            f"{target.share:.0%} of requests are up to {wanted} tokens long, the context of {model.name} is "
+            f"{model.max_context}; ask for shorter ones, or take another model"
+        )
     floor, slo = prompt_floor(steps, traffic, target), target.slo
     if floor.alone_s > slo.ttft_s:
         raise ConfigurationError(
@@ -39,8 +47,6 @@ def check_floors(steps: Steps, traffic: Traffic, target: Target) -> None:
             f"{floor.alone_s:.3g} s of prefill; allow more, ask for a smaller share, or take faster devices"
         )
     check_tpot(steps, cuts, target)
-    longest = sorted(request.num_prompt_tokens + request.num_output_tokens for request in traffic.requests)
-    wanted = longest[int(target.share * (len(longest) - 1))]
     room = max(steps.kv_tokens(cut) for cut in cuts)
     if room < wanted:
         missing_gb = (wanted - room) * steps.of(cuts[0]).kv_bytes_per_token / 1e9

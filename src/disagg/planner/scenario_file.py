@@ -130,7 +130,7 @@ def read_scenario_file(path: Path) -> ScenarioFile:
         file = msgspec.convert(content, ScenarioFile)
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError, UnicodeDecodeError, ConfigurationError) as error:
         raise ConfigurationError(f"{path}: {error}") from None
     return msgspec.structs.replace(file, name=file.name or path.stem, folder=str(path.parent))
 
@@ -208,6 +208,8 @@ def fleet_of(file: ScenarioFile) -> Fleet:
 
 def scenario_of(file: ScenarioFile) -> Scenario:
     """As the simulator takes it. Raises ConfigurationError, with the missing gigabytes where the model does not fit."""
+    if not file.pool and not file.here:
+        raise ConfigurationError(f"{file.name}: no workers: give a [[pool]] on described devices, or [[here]]")
     numbers = {role: count() for role in Role}
     serving = _serving_of(file)
     return Scenario(

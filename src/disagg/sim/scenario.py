@@ -18,6 +18,9 @@ MESSAGE_S = 1e-4  # of a control message on one machine
 MAX_CONTEXT = 1 << 17  # tokens
 
 
+ROLES_APART = (Role.PREFILL, Role.DECODE)
+
+
 class Fidelity(enum.StrEnum):
     """How much of a hand-off is played out.
 
@@ -158,6 +161,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         names = [worker.name for worker in self.workers]
         if not names or len(set(names)) != len(names):
             raise ConfigurationError(f"workers {names}: there must be at least one, each with its own name")
+        for model in self.models:
+            roles = {worker.role for worker in self.workers if worker.model == model}
+            if Role.MIXED not in roles and len(roles) < len(ROLES_APART):
+                only = ", ".join(roles)
+                text = f"nobody can serve {model!r}: all of its workers are {only}"
+                raise ConfigurationError(f"{text}; give it mixed ones, or prefill and decode")
         if self.max_timelines and self.fidelity is not Fidelity.SMALL:
             text = f"max_timelines is {self.max_timelines} at {self.fidelity.value} fidelity, where few tokens are told"
             raise ConfigurationError(f"{text}: timelines need small fidelity")

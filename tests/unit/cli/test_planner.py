@@ -187,7 +187,13 @@ def test_targets_that_nobody_can_meet_name_the_floor() -> None:
         (("missing/config.json", "--gpu", "h100=2", *DRAWN), "no such file"),
         (("Llama-3.1-8B", "--gpu", "h100=2"), "give all three"),
         (("Llama-3.1-8B", "--gpu", "h100=2", "--trace", "missing.csv", "--trace-format", "azure"), "no trace file"),
-        (("Llama-3.1-8B", "--gpu", "h100=2", "--trace", "missing.csv"), "is not one of"),
+        (("Llama-3.1-8B", "--gpu", "h100=2", "--trace", "missing.csv"), "give --trace-format, one of mooncake"),
+        (("Llama-3.1-8B", "--gpu", "h100=2", "--trace", "missing.csv", "--trace-format", "x"), "is not one of"),
+        (("Llama-3.1-8B", "--gpu", "h100@2", "--budget", "1.5", *DRAWN), "1.5 dollars an hour buy none at 2 each"),
+        (
+            ("Llama-3.1-8B", "--gpu", "h100=2", "--rate", "1", "--prompt-tokens", "200000", "--output-tokens", "9"),
+            "the context of Llama-3.1-8B is 131072",
+        ),
         (("Llama-3.1-8B", "--gpu", "h100=2", *DRAWN, "--share", "1.5"), "between 0 and 1"),
         (("Llama-3.1-8B", "--gpu", "h100=2", *DRAWN, "--link", "string"), "link 'string'"),
         (("missing.toml", "--gpu", "h100=2"), "missing.toml"),
@@ -205,6 +211,9 @@ def test_what_cannot_be_is_refused_in_plain_words(words: tuple[str, ...], part: 
         ('role = "decode"', 'role = "writer"', "Invalid enum value 'writer'"),
         ('model = "Llama-3.1-8B"', "model = ", "Invalid value"),
         ("count = 1", "count = 0", "1 or more"),
+        ('role = "decode"', 'role = "prefill"', "all of its workers are prefill; give it mixed ones"),
+        (SCENARIO[SCENARIO.index("[[pool]]") :], "", "no workers: give a [[pool]]"),
+        ("mean = 10.0", "mean = 0.0", "small.toml: lengths of mean 0"),
     ],
 )
 def test_a_scenario_that_is_wrong_says_where(tmp_path: Path, old: str, new: str, part: str) -> None:

@@ -313,3 +313,11 @@ def test_who_comes_in_the_place_of_a_slow_worker_is_as_slow(fidelity: Fidelity) 
 def test_a_worker_cannot_take_no_time() -> None:
     with pytest.raises(ConfigurationError, match="1 is as described"):
         WorkerSlows(0.0, "prefill-0", prompts=0.0)
+
+
+def test_workers_that_cannot_serve_their_model_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="nobody can serve 'model': all of its workers are prefill; give it"):
+        scenario(pools(2, 0), work())
+    others = (worker("b-m", Role.MIXED, model="b"), worker("a-d", Role.DECODE, model="a"))
+    with pytest.raises(ConfigurationError, match="nobody can serve 'a': all of its workers are decode"):
+        scenario(others, work(models=("a", "b")))
