@@ -89,7 +89,7 @@ def seen() -> Seen:
         found.add(f"streams {num}", streams(num, 0.02 + 0.001 * num), ())
     neighbour = record(1, 0.4, 0.35, 0.03, 2)  # reads from 0.4 to 0.75
     found.add(STREAMS_BY_PROMPTS, [*(paced(2 * n, 0.4, 0.75) for n in range(NUM_STREAMS)), neighbour], ())
-    neighbour = record(1, 0.4, 0.1, 0.02, NEIGHBOUR_ANSWER)  # reads until 0.5, writes until 0.96
+    neighbour = record(1, 0.4, 0.1, 0.46 / (NEIGHBOUR_ANSWER - 1), NEIGHBOUR_ANSWER)  # writes from 0.5 to 0.96
     found.add(STREAMS_TWICE, [paced(0, 0.5, 0.95), neighbour], ())
     prompts = [record(2 * place, *times_s, 0.001, 2) for place, times_s in enumerate(((0.0, 0.3), (0.55, 0.36)))]
     found.add(PROMPTS_BY_STREAMS, [*prompts, record(4, 0.92, 9.0, 0.001, 2), neighbour], ())
