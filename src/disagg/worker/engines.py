@@ -1,6 +1,5 @@
 """The one place that loads heavy engine back ends."""
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -8,13 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from disagg.core.errors import ConfigurationError, InvalidRequest, NotNative
+from disagg.core.errors import ConfigurationError, InvalidRequest
 from disagg.core.grammar import GrammarSpec
 from disagg.core.roles import Numerics
-from disagg.engine.lean_torch import leave_out_shapes
 from disagg.kvcache.conversion import ConvertingMemory
 from disagg.kvcache.memory import Memory
-from disagg.modelfiles.config import read_config
 from disagg.modelfiles.digest import model_digest
 from disagg.modelfiles.grammar import GrammarCompiler, GrammarState
 from disagg.modelfiles.tokenizer import load_tokenizer
@@ -52,7 +49,6 @@ class LoadedEngine(NamedTuple):
 
 def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
     """Read weights and allocate the arena. Raises ConfigurationError."""
-    _leave_out_of_torch(model_path)
     from disagg.engine.arena import max_blocks_for  # torch takes a second to import
     from disagg.engine.device import resolve_device
     from disagg.engine.generic import describe_model
@@ -92,12 +88,6 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
     outgoing, incoming = rank_memory(engine.arena, config.kv_wire)
     memories = (RankMemory(engine.memory, outgoing, incoming),)
     return LoadedEngine(engine, pool, memories, engine.runs_layers_apart, grammars.make_ready)
-
-
-def _leave_out_of_torch(model_path: Path) -> None:
-    with contextlib.suppress(NotNative):
-        read_config(model_path)
-        leave_out_shapes()
 
 
 class _Grammars:
