@@ -323,7 +323,7 @@ def run(
         found = {
             length: asyncio.run(measure(sides, shape, prompts, rng, length, args.rounds)) for length in args.lengths
         }
-        foreign = harness.foreign_share(use, harness.cpu_use())
+        foreign = paced.foreign_share(args, use, harness.cpu_use())
         by_length: dict[str, object] = {}
         for length, (asked, hidden) in found.items():
             rows = {}
@@ -362,20 +362,21 @@ def main() -> None:
     modes = {MIXED: ((), default), **{side: (flags, default) for side, flags in MODES.items()}}
     results: dict[str, object] = {}
     sweeps: dict[str, object] = {}
-    for name in args.links:
-        shape = LINKS[name]
-        if shape is not None and (reason := missing(shape)):
-            print(f"\n== {name}: SKIPPED, {reason}")
-            continue
-        if args.sweep is not True:
-            results[name] = run(args, name, prompts, modes)
-        if args.sweep is not False and shape is not None and not args.quick:
-            pushes = {
-                f"{text} a push": ((*MODES[LAYERWISE], "--min-push-bytes", text), size)
-                for text, size in SWEEP_BYTES.items()
-            }
-            single = argparse.Namespace(**{**vars(args), "lengths": [SWEEP_TOKENS]})
-            sweeps[name] = run(single, name, prompts, {MIXED: ((), default), **pushes})
+    with paced.watched(args):
+        for name in args.links:
+            shape = LINKS[name]
+            if shape is not None and (reason := missing(shape)):
+                print(f"\n== {name}: SKIPPED, {reason}")
+                continue
+            if args.sweep is not True:
+                results[name] = run(args, name, prompts, modes)
+            if args.sweep is not False and shape is not None and not args.quick:
+                pushes = {
+                    f"{text} a push": ((*MODES[LAYERWISE], "--min-push-bytes", text), size)
+                    for text, size in SWEEP_BYTES.items()
+                }
+                single = argparse.Namespace(**{**vars(args), "lengths": [SWEEP_TOKENS]})
+                sweeps[name] = run(single, name, prompts, {MIXED: ((), default), **pushes})
     harness.report_json("handoff", args, {"links": results, "sweep_min_push_bytes": sweeps})
 
 

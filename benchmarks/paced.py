@@ -11,11 +11,14 @@ import contextlib
 import functools
 import os
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+import harness
 from disagg.cli.main import main
 from disagg.cli.serve import run_serve
 from disagg.cluster.local import PROGRAM
@@ -30,6 +33,7 @@ from disagg.sim.worker import shape_of
 from disagg.testing.processes import Serve
 from disagg.worker.config import WorkerConfig
 from disagg.worker.engines import LoadedEngine, load_engine
+from harness import CpuUse
 
 # Slower than two cores compute SmolLM2-135M with int8 weights, with the proportions of a larger model on a GPU.
 PACE = StepCosts(base_s=0.05, prompt_token_s=3e-3, prompt_pair_s=5e-7, stream_s=2.5e-3, context_token_s=2e-6)
@@ -107,13 +111,32 @@ def wait_until(at_s: float) -> None:
         time.sleep(left_s)  # this is the computing, not a wait for a state
 
 
+@contextlib.contextmanager
+def watched(args: argparse.Namespace) -> Iterator[None]:
+    """Says at the end how many steps were late; only of clusters that were started meanwhile, and only if asked for."""
+    if not args.paced:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {LATE_FILE: f"{folder}/late"}):
+        yield
+        print(f"\n{late_steps(Path(folder) / 'late')}")
+
+
 def late_steps(path: Path) -> str:
     """One line on the steps that took longer than their pace: how many, by how much of what they were to take."""
     lines = path.read_text(encoding="ascii").splitlines() if path.exists() else []
     late_s = sum(float(line.split()[0]) for line in lines)
     step_s = sum(float(line.split()[1]) for line in lines)
     share = late_s / step_s if lines else 0.0
-    return f"{len(lines)} steps were late, in all by {late_s:.2f} s, {share:.0%} of what they were to take"
+    return f"{len(lines)} steps were late, in all by {late_s:.2f} s, {share:.1%} of what they were to take"
+
+
+def foreign_share(args: argparse.Namespace, before: CpuUse, after: CpuUse) -> float:
+    """As in harness. On a paced device late steps say whether others were in the way.
+
+    Its processes wake at ticks of the clock, when the kernel also looks who is busy: they seem to take more.
+    """
+    return 0.0 if args.paced else harness.foreign_share(before, after)
 
 
 def load_paced(config: WorkerConfig, path: Path) -> LoadedEngine:

@@ -198,10 +198,10 @@ def main() -> None:
         raise SystemExit(f"no emulated link here: {reason}")
     print(f"prompts of {args.prompt_tokens} tokens over {LinkShape(args.rate_mbit).name}, greedy, no prefix reuse")
     prompts = Prompts(args.model)
-    with clusters(args) as servers:
+    with paced.watched(args), clusters(args) as servers:
         use = harness.cpu_use()
         found = asyncio.run(measure(servers, prompts, random.Random(args.seed), args))
-        foreign = harness.foreign_share(use, harness.cpu_use())
+        foreign = paced.foreign_share(args, use, harness.cpu_use())
         counted = {side: outcomes(server) for side, server in servers.items()}
     row = figures(found)
     show(row, counted, foreign)

@@ -315,15 +315,11 @@ def main() -> int:
         args.seconds, args.rounds, args.loads = min(args.seconds, 8.0), 1, LOADS[1:2]
     print(harness.heading(args), f" {args.seconds:g} s a load", flush=True)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            late_path = Path(folder) / "late"
-            os.environ[paced.LATE_FILE] = str(late_path)
+        with tempfile.TemporaryDirectory() as folder, paced.watched(args):
             here = profile_of(args, Path(folder))
             slo = slo_of(here.serving)
             print(f"targets: TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s", flush=True)
             found = [each for side in SIDES for each in compare(side, here, slo, args)]
-            if args.paced:
-                print(f"\n{paced.late_steps(late_path)}")
     except ConfigurationError as error:
         print(error, file=sys.stderr)
         return 2
