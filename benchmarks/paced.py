@@ -90,12 +90,12 @@ class PacedEngine:
         started_s, step_s = time.perf_counter(), share * self._pace.predict(learned_shape(shape_of(plan)))
 
         def after_layers(num_done: int) -> None:
-            wait_until(started_s + step_s * (num_done - first) / (share * num_layers))
+            last_until(started_s + step_s * (num_done - first) / (share * num_layers))
             on_layers(num_done)
 
         result = self._engine.run_step(plan, after_layers)
         late_s = time.perf_counter() - started_s - step_s
-        wait_until(started_s + step_s)
+        last_until(started_s + step_s)
         if late_s > 0 and self._late_path:
             with open(self._late_path, "a", encoding="ascii") as file:
                 file.write(f"{late_s:.6f} {step_s:.6f}\n")
@@ -106,7 +106,7 @@ class PacedEngine:
         self._engine.prepare_grammar(attempt_id, grammar, emitted_ids)
 
 
-def wait_until(at_s: float) -> None:
+def last_until(at_s: float) -> None:
     if (left_s := at_s - time.perf_counter()) > 0:
         time.sleep(left_s)  # this is the computing, not a wait for a state
 
