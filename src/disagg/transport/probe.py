@@ -2,14 +2,15 @@
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import msgspec
 
-NUM_PINGS = 3
+NUM_PINGS = 5
 MIN_ROUND_TRIPS = 16  # a connection over a long way takes some of them to get as fast as its link
 GROWTH = 4
 FIRST_BYTES = 128 << 10
-MIN_EXCHANGES = 3  # one alone may be the one during which a process of either end had to wait for its turn
+MIN_EXCHANGES = 5  # so that two neighbours are left when a process of either end had to wait for its turn in one
 PATIENCE = 8  # budgets, for so many exchanges
 LEAST_SHARE = 0.25  # of an exchange that is for its bytes: a latency that was badly measured must not hide them
 
@@ -23,6 +24,21 @@ class Measured(msgspec.Struct, frozen=True):
     latency_s: float  # there and back, the least of some
 
 
+class Exchanged(msgspec.Struct, frozen=True):
+    """So many bytes, from the first to the answer."""
+
+    num_bytes: int
+    started_s: float
+    ended_s: float
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.ended_s - self.started_s
+
+    def rate(self, latency_s: float) -> float:
+        return self.num_bytes / max(self.elapsed_s - latency_s, LEAST_SHARE * self.elapsed_s)
+
+
 def measure(exchange: Exchange, max_bytes: int, budget_s: float) -> Measured:
     """exchange(n) moves n bytes and returns with the answer; raises PeerFault, which is passed on.
 
@@ -31,20 +47,33 @@ def measure(exchange: Exchange, max_bytes: int, budget_s: float) -> Measured:
     latency_s = min(_time(exchange, 0) for _ in range(NUM_PINGS))
     given_s = max(budget_s, MIN_ROUND_TRIPS * latency_s)
     num_bytes, left_s = FIRST_BYTES, given_s
-    taken: list[tuple[int, float]] = []
+    taken: list[Exchanged] = []
     while True:
-        elapsed_s = _time(exchange, num_bytes)
-        left_s -= elapsed_s
-        latency_s = min(latency_s, elapsed_s)
-        taken.append((num_bytes, elapsed_s))
+        started_s = time.perf_counter()
+        exchange(num_bytes)
+        last = Exchanged(num_bytes, started_s, time.perf_counter())
+        taken.append(last)
+        left_s -= last.elapsed_s
+        latency_s = min(latency_s, last.elapsed_s)
         is_sure = len(taken) >= MIN_EXCHANGES or left_s < (1 - PATIENCE) * given_s
-        if left_s < elapsed_s and is_sure:
-            rates = [size / max(time_s - latency_s, LEAST_SHARE * time_s) for size, time_s in taken]
-            # The best of them: whatever else runs on the two machines can only slow one down. But not the first, where
-            # there are more: a link that was idle lets some bytes through faster than it can go on.
-            return Measured(max(rates[1:] or rates), latency_s)
-        if left_s > GROWTH * elapsed_s and GROWTH * num_bytes <= max_bytes:
+        if left_s < last.elapsed_s and is_sure:
+            return Measured(_best_rate(taken, latency_s), latency_s)
+        if left_s > GROWTH * last.elapsed_s and GROWTH * num_bytes <= max_bytes:
             num_bytes *= GROWTH
+
+
+def _best_rate(taken: list[Exchanged], latency_s: float) -> float:
+    """Bytes per second of the best exchange: whatever else runs on the two machines can only slow one down.
+
+    But a link that was idle lets some bytes through faster than it can go on (a token bucket): while a process waited
+    for its turn, too. So each counts as no faster than it and the one before it together, and the first only alone.
+    """
+    alone = [each.rate(latency_s) for each in taken]
+    both = [
+        Exchanged(before.num_bytes + each.num_bytes, before.started_s, each.ended_s).rate(2 * latency_s)
+        for before, each in pairwise(taken)
+    ]
+    return max(map(min, alone[1:], both), default=alone[0])
 
 
 def _time(exchange: Exchange, num_bytes: int) -> float:

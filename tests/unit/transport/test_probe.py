@@ -44,14 +44,14 @@ def test_a_long_way_takes_some_round_trips_and_is_not_taken_for_a_slow_link(monk
 
 def test_a_latency_that_was_badly_measured_makes_no_link_endlessly_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine was busy during the pings."""
-    link = Link(1e9, [0.016, 0.016, 0.016, 1e-4])
+    link = Link(1e9, [0.016] * probe.NUM_PINGS + [1e-4])
     found = measured(monkeypatch, link)
     assert found.bytes_per_s <= 1e9 / probe.LEAST_SHARE
     assert found.latency_s < 0.016
 
 
 def test_one_exchange_during_which_a_process_had_to_wait_makes_no_link_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = Link(2e9, [1e-4, 1e-4, 1e-4, 0.06, 1e-4])
+    link = Link(2e9, [1e-4] * probe.NUM_PINGS + [0.06, 1e-4])
     found = measured(monkeypatch, link, budget_s=0.0125)
     assert found.bytes_per_s == pytest.approx(2e9)
     assert len(link.sizes) == probe.NUM_PINGS + probe.MIN_EXCHANGES
@@ -62,3 +62,31 @@ def test_a_link_that_is_slow_is_not_waited_for_without_end(monkeypatch: pytest.M
     found = measured(monkeypatch, link, budget_s=0.0125)
     assert found.bytes_per_s == pytest.approx(125e3, rel=0.01)
     assert len(link.sizes) == probe.NUM_PINGS + 1
+
+
+class Bucket(Link):
+    """Lets the bytes through at once for which it has saved up while nothing went over it."""
+
+    def __init__(self, bytes_per_s: float, saved: int, waits: dict[int, float]) -> None:
+        super().__init__(bytes_per_s, [1e-4])
+        self._most = self._saved = float(saved)
+        self._free_from_s = 0.0  # nothing goes over it since
+        self._waits = waits  # seconds by which an answer is late, by exchange
+
+    def exchange(self, num_bytes: int) -> None:
+        answer_s = 1e-4 + self._waits.get(len(self.sizes), 0.0)
+        self.sizes.append(num_bytes)
+        saved = min(self._most, self._saved + (self.now_s - self._free_from_s) * self._bytes_per_s)
+        self._saved = max(0.0, saved - num_bytes)
+        self.now_s += max(0.0, num_bytes - saved) / self._bytes_per_s
+        self._free_from_s = self.now_s
+        self.now_s += answer_s
+
+
+@pytest.mark.parametrize("waited", [(), (0,), (2,), (1, 3), (4,)], ids=str)
+def test_what_an_idle_link_lets_through_at_once_is_not_its_rate(
+    waited: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = Bucket(12.5e6, 64_000, {probe.NUM_PINGS + number: 0.02 for number in waited})
+    found = measured(monkeypatch, link, budget_s=0.0125)
+    assert 0.5 < found.bytes_per_s / 12.5e6 < 1.05
