@@ -34,7 +34,6 @@ from disagg.modelfiles.fetch import resolve_model
 from harness import (
     Prompts,
     cpu_use,
-    foreign_share,
     heading,
     options,
     percentile,
@@ -192,7 +191,7 @@ def main() -> None:
     print(heading(args), "interleaved")
     tokens = f"{load.prompt_tokens} tokens in, {load.answer_tokens} out"
     print(f"{NUM_CLIENTS} clients, {tokens}; more flags: {args.serve_flags!r}")
-    with contextlib.ExitStack() as stack:
+    with paced.watched(args), contextlib.ExitStack() as stack:
         program, own = paced.device(args) if args.paced else (PROGRAM, ())
         servers = {
             name: stack.enter_context(serving(args.model, *pools, *own, *flags, program=program))
@@ -203,7 +202,7 @@ def main() -> None:
             urls |= stack.enter_context(llamacpp_servers(resolve_model(args.model, report=print)))
         use = cpu_use()
         found = measure(urls, load, args)
-        foreign = foreign_share(use, cpu_use())
+        foreign = paced.foreign_share(args, use, cpu_use())
         figures = show(found)
     warn_of_others(foreign)
     report_json("engine_http", args, {"flags": flags, "foreign_share": foreign, "sides": figures})
