@@ -46,12 +46,13 @@ class Device(NamedTuple):
 
     program: tuple[str, ...]
     flags: tuple[str, ...]  # of workers
+    itl_target_s: float  # that workers are to keep beside prompts, where a benchmark has them do so
 
 
 # AMX tiles run at half speed whenever a neighbour on the host uses them; plain vectors swing by a third only.
-LIVE = Device(PROGRAM, ("--kernels", "portable"))
+LIVE = Device(PROGRAM, ("--kernels", "portable"), 0.1)
 # int8 is computed fastest, so that few steps are late.
-PACED = Device((sys.executable, str(Path(__file__).resolve())), ("--weights", "int8"))
+PACED = Device((sys.executable, str(Path(__file__).resolve())), ("--weights", "int8"), 0.2)
 
 
 def add_option(parser: argparse.ArgumentParser) -> None:

@@ -148,7 +148,7 @@ def profile_of(args: argparse.Namespace, folder: Path) -> Here:
     found = Profile.read(path)
     if found.serving is None:
         raise ConfigurationError(f"{path} knows of no served times: write it with --served-rounds 3")
-    return Here(found, found.serving, foreign)
+    return Here(found, found.serving, foreign, args.device.itl_target_s)
 
 
 def ended_children_s() -> float:
@@ -162,6 +162,7 @@ def ended_children_s() -> float:
 
 def compare(side: Side, here: Here, slo: Slo, args: argparse.Namespace) -> list[Compared]:
     flags = ("--local-prefill-tokens", str(LOCAL_TOKENS), "--num-blocks", str(NUM_BLOCKS))
+    flags = (*flags, "--itl-target-s", f"{here.itl_target_s:g}")
     words = (args.model, *side.pools, *args.device.flags, *flags)
     with harness.serving(*words, program=args.device.program) as server:
         cores = sorted({harness.cores_of(server, name)[0] for name in side.workers})
@@ -317,7 +318,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as folder, paced.watched(args):
             here = profile_of(args, Path(folder))
-            slo = slo_of(here.serving)
+            slo = slo_of(here)
             print(f"targets: TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s", flush=True)
             found = [each for side in SIDES for each in compare(side, here, slo, args)]
     except ConfigurationError as error:

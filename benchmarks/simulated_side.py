@@ -55,6 +55,7 @@ class Here(msgspec.Struct, frozen=True):
     profile: Profile
     serving: Serving
     foreign_share: float
+    itl_target_s: float  # that workers keep beside prompts
 
     def at(self, speed: Speed) -> "Here":
         """On the machine as fast as it is now."""
@@ -101,11 +102,10 @@ def work_of(rate_per_s: float, num_requests: int) -> RandomWork:
     return RandomWork(num_requests=num_requests, arrivals=PoissonArrivals(rate_per_s), prompt=PROMPT, output=ANSWER)
 
 
-def slo_of(serving: Serving) -> Slo:
+def slo_of(here: Here) -> Slo:
     """Four times what a mean prompt takes alone, and the target that workers keep beside prompts."""
-    live = WorkerConfig(model="-", served_name="-", role=Role.MIXED, worker_id="-", router_address="-")
-    prompt_s = serving.request_s + serving.step_of_prompt_s(round(PROMPT.mean))
-    return Slo(ttft_s=round(4 * prompt_s, 3), tpot_s=live.itl_target_s)
+    prompt_s = here.serving.request_s + here.serving.step_of_prompt_s(round(PROMPT.mean))
+    return Slo(ttft_s=round(4 * prompt_s, 3), tpot_s=here.itl_target_s)
 
 
 def scenario_of(
@@ -120,7 +120,7 @@ def scenario_of(
     """The live system's defaults, on this machine."""
     router = RouterConfig(models=(("-", "-"),))
     return Scenario(
-        workers=tuple(_worker(*each, here.profile) for each in zip(side.workers, side.roles, strict=True)),
+        workers=tuple(_worker(*each, here) for each in zip(side.workers, side.roles, strict=True)),
         work=work,
         slo=slo,
         fidelity=fidelity,
@@ -133,11 +133,17 @@ def scenario_of(
     )
 
 
-def _worker(name: str, role: Role, profile: Profile) -> WorkerSpec:
+def _worker(name: str, role: Role, here: Here) -> WorkerSpec:
     live = WorkerConfig(
-        model="-", served_name="-", role=role, worker_id=name, router_address="-", num_blocks=NUM_BLOCKS
+        model="-",
+        served_name="-",
+        role=role,
+        worker_id=name,
+        router_address="-",
+        num_blocks=NUM_BLOCKS,
+        itl_target_s=here.itl_target_s,
     )
-    return profiled_worker(live, profile)
+    return profiled_worker(live, here.profile)
 
 
 def highest_rate(side: Side, here: Here, slo: Slo, seed: int) -> float:

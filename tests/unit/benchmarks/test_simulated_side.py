@@ -43,8 +43,8 @@ def test_the_load_comes_after_the_lone_prompts_and_is_the_same(script: Any) -> N
 def test_sides_are_played_on_the_machine_as_fast_as_it_is(script: Any) -> None:
     costs = StepCosts(0.02, 1e-3, 1e-7, 1e-3, 1e-6)
     serving = Serving(costs, request_s=0.004, handoff_s=0.002, prompt_step_s=0.003)
-    here = script.Here(Profile("m", "h", "fp32", "float32", 4, 64, 8192, costs, serving=serving), serving, 0.0)
-    slo = script.slo_of(serving)
+    here = script.Here(Profile("m", "h", "fp32", "float32", 4, 64, 8192, costs, serving=serving), serving, 0.0, 0.1)
+    slo = script.slo_of(here)
     assert [side.workers for side in script.SIDES] == [("prefill-0", "decode-0"), ("mixed-0", "mixed-1")]
     for side in script.SIDES:
         reports = [
