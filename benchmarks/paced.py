@@ -1,9 +1,9 @@
 """`disagg` on a device whose speed holds still: `python benchmarks/paced.py serve ...`, or any other of its commands.
 
 Every step of every engine is computed as always, and then lasts as long as `PACE` says for what it computes, its layers
-evenly spread over that time. So the served system is all there, processes, scheduler, hand-off and bytes, while a
-machine that is shared with others cannot make two runs differ, as long as it computes a step sooner than its pace ends.
-Steps that came too late are counted: each is a line of the file that $DISAGG_PACED_LATE names.
+evenly spread over all but the end of that time. So the served system is all there, processes, scheduler, hand-off and
+bytes, while a machine that is shared with others cannot make two runs differ, as long as it computes a step sooner than
+its pace ends. Steps that came too late are counted: each is a line of the file that $DISAGG_PACED_LATE names.
 """
 
 import argparse
@@ -38,6 +38,7 @@ from harness import CpuUse
 # Slower than two cores compute SmolLM2-135M with int8 weights even while the machine is at half its speed, with the
 # proportions of a larger model on a GPU.
 PACE = StepCosts(base_s=0.1, prompt_token_s=3e-3, prompt_pair_s=5e-7, stream_s=2.5e-3, context_token_s=2e-6)
+HEAD_S = 0.01  # of that, after the last layer: scores and the choice of a token, which every step has
 LATE_FILE = "DISAGG_PACED_LATE"
 
 
@@ -91,8 +92,10 @@ class PacedEngine:
         first = 0 if layers is None else layers.start
         started_s, step_s = time.perf_counter(), share * self._pace.predict(learned_shape(shape_of(plan)))
 
+        layers_s = step_s - (HEAD_S if layers is None else 0.0)
+
         def after_layers(num_done: int) -> None:
-            last_until(started_s + step_s * (num_done - first) / (share * num_layers))
+            last_until(started_s + layers_s * (num_done - first) / (share * num_layers))
             on_layers(num_done)
 
         result = self._engine.run_step(plan, after_layers)
