@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 import harness
+import paced
 from disagg.bench.client import Api
 from disagg.bench.measure import LoadPlan, LoadResult, Target, measure
 from disagg.bench.prompts import plain_ids
@@ -26,7 +27,10 @@ ANSWER_TIMEOUT_S = 120.0
 
 
 class Lone(msgspec.Struct, frozen=True):
-    """What a lone client saw. per_watched: times as long as profiled, for a second of each piece of the watch."""
+    """What a lone client saw. per_watched: times as long as profiled, for a second of each piece of the watch.
+
+    The same as speed on a paced device, which is not watched.
+    """
 
     speed: Speed
     per_watched: Speed
@@ -35,7 +39,8 @@ class Lone(msgspec.Struct, frozen=True):
 class Shares:
     """CPU time of this client and of a router over a while."""
 
-    def __init__(self, server: Serve) -> None:
+    def __init__(self, server: Serve, args: argparse.Namespace) -> None:
+        self._args = args
         self._router = server.pid_of("router")
         self._use = harness.cpu_use()
         self._before = (time.process_time(), self._router_s())
@@ -49,7 +54,7 @@ class Shares:
         use = harness.cpu_use()
         passed_s = use.at_s - self._use.at_s
         client_s, router_s = time.process_time() - self._before[0], self._router_s() - self._before[1]
-        return client_s / passed_s, router_s / passed_s, harness.foreign_share(self._use, use)
+        return client_s / passed_s, router_s / passed_s, paced.foreign_share(self._args, self._use, use)
 
 
 class LiveSide:
@@ -65,6 +70,7 @@ class LiveSide:
         ids = plain_ids(args.model)
         self._target = Target(url=server.url, api=Api.IDS, ids=ids, timeout_s=ANSWER_TIMEOUT_S)
         self._seed = args.seed
+        self._is_paced = args.paced
         self._num_lone = 0
 
     def ask(self, plan: LoadPlan) -> LoadResult:
@@ -89,6 +95,8 @@ class LiveSide:
         step_s = statistics.median(choice.seconds(Part.TTFT, Stage.PREFILL) for choice in choices)
         lone = LoneTimes(LONE_PROMPT, step_s, LONE_PROMPT + LONE_ANSWER / 2, statistics.median(gaps_s))
         speed = self._serving.speed_of(lone)
+        if self._is_paced:
+            return Lone(speed, speed)
         reader = statistics.mode(choice.prefill_worker or choice.decode_worker for choice in choices)
         writer = statistics.mode(choice.decode_worker for choice in choices)
         seen = {name: each.level(begun_s, time.perf_counter()) for name, each in self.watched().items()}

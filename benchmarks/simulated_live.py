@@ -144,7 +144,8 @@ def profile_of(args: argparse.Namespace, folder: Path) -> Here:
             print("\n".join(f"  {line}" for line in process.lines[-4:]), flush=True)
         after = harness.cpu_use()
         own_s = after.ours - before.ours + ended_children_s() - ours_s
-        foreign = max(0.0, (after.busy - before.busy - own_s) / (after.at_s - before.at_s) / (os.cpu_count() or 1))
+        if not args.paced:  # see paced.foreign_share
+            foreign = max(0.0, (after.busy - before.busy - own_s) / (after.at_s - before.at_s) / (os.cpu_count() or 1))
     found = Profile.read(path)
     if found.serving is None:
         raise ConfigurationError(f"{path} knows of no served times: write it with --served-rounds 3")
@@ -199,7 +200,7 @@ def play_round(
     plan = LoadPlan(
         workload=load, slo=slo, rate_per_s=rate_per_s, seed=seed, prompt_seed=round(1e6 * rate_per_s) + seed
     )
-    shares, steps = Shares(live.server), harness.scrape(live.server)
+    shares, steps = Shares(live.server, args), harness.scrape(live.server)
     begun_s = time.perf_counter()
     result = live.ask(plan)
     ended_s, taken, steps_after = time.perf_counter(), shares.taken(), harness.scrape(live.server)
