@@ -91,10 +91,13 @@ class StepCosts(msgspec.Struct, frozen=True):
 class StepTimes:
     """Costs of one worker's steps, learned as they finish. Bounded: a few dozen numbers."""
 
-    def __init__(self, prior: StepCosts | None = None) -> None:
-        self.costs = prior or StepCosts()
-        self.num_observed = 0
-        self._scales = list(msgspec.structs.astuple(self.costs))  # what is much, for each coefficient
+    def __init__(self, known: StepCosts | None = None) -> None:
+        """known: what steps cost as far as was seen before, good enough to steer by from the first one on."""
+        self.costs = known or StepCosts()
+        self.num_observed = MIN_OBSERVED if known else 0
+        # What is much, for each coefficient; known ones may be 0.
+        pairs = zip(*map(msgspec.structs.astuple, (self.costs, StepCosts())), strict=True)
+        self._scales = [cost or guess for cost, guess in pairs]
         size = len(self._scales)
         self._gram = [[0.0] * size for _ in range(size)]
         self._moment = [0.0] * size
@@ -125,7 +128,7 @@ class StepTimes:
             raise InternalFault(f"step costs {costs} must be finite and 0 or more")
 
     def _rescale_if_off(self) -> None:
-        """Half of the last steps far off the same way: another device than the prior's, or a throttled one."""
+        """Half of the last steps far off the same way: another device than was known, or a throttled one."""
         if len(self._ratios) < MIN_RATIOS:
             return
         median = sorted(self._ratios)[len(self._ratios) // 2]

@@ -6,6 +6,7 @@ from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.roles import FirstToken, HandoffMode, Numerics, PartialStart, Role
 from disagg.core.spans import KvLayout
 from disagg.policy.batching import StepBudget
+from disagg.policy.step_time import StepCosts
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):
@@ -21,6 +22,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_context: int  # tokens
     vocab_size: int
     budget: StepBudget
+    step_costs: StepCosts | None = None  # what its steps are known to cost when it starts; it learns on from there
     handoff_mode: HandoffMode = HandoffMode.LAYERWISE
     partial_start: PartialStart = PartialStart.AUTO  # OFF also where the engine cannot run layers apart
     first_token: FirstToken = FirstToken.AT_ONCE  # of answers that are handed over

@@ -50,7 +50,7 @@ class SchedulerState:
         self.peers: dict[WorkerId, WorkerCard] = {}
         self.links: dict[WorkerId, LinkRate] = {}  # to paired peers that were measured or that KV was sent to
         self.now_s = 0.0
-        self.step_times = StepTimes()
+        self.step_times = StepTimes(config.step_costs)
         self.tenants = TenantService()
         self.table = SequenceTable()
         self.standing = Standing(config.sure_token_id or 0)

@@ -10,9 +10,10 @@ COPY_BYTES_S = 1e10  # neighbours copy into each other's memory; what a hand-off
 def profiled_worker(config: WorkerConfig, profile: Profile, machine: str = "here") -> WorkerSpec:
     """The simulated form of a worker: its limits as configured, its steps and hand-offs as they were served.
 
-    The scenario's contention and request_s are those of `profile.serving`.
+    It has served for so long that it knows what its steps cost. The scenario's contention and request_s are those of
+    `profile.serving`.
     """
-    handoff_s = profile.serving.handoff_s if profile.serving is not None else 0.0
+    serving = profile.serving
     return WorkerSpec(
         name=config.worker_id,
         role=config.role,
@@ -24,9 +25,10 @@ def profiled_worker(config: WorkerConfig, profile: Profile, machine: str = "here
         chunk_tokens=config.chunk_tokens,
         mixed_chunk_tokens=config.mixed_chunk_tokens,
         itl_target_s=config.itl_target_s,
+        step_costs=profile.costs if serving is None else serving.costs,
         max_running=config.max_running,
         handoff_mode=config.handoff,
         min_push_bytes=config.min_push_bytes,
         lease_s=config.lease_s,
-        nic=Link(COPY_BYTES_S, handoff_s),
+        nic=Link(COPY_BYTES_S, 0.0 if serving is None else serving.handoff_s),
     )

@@ -10,6 +10,7 @@ from disagg.core.errors import ConfigurationError
 from disagg.core.roles import HandoffMode, PartialStart, Role
 from disagg.core.spans import KvLayout
 from disagg.policy.recovery import RecoveryLimits
+from disagg.policy.step_time import StepCosts
 from disagg.sim.hardware.serving import Contention
 from disagg.sim.hardware.step_model import StepModel
 
@@ -60,6 +61,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 2048
     mixed_chunk_tokens: int = 512
     itl_target_s: float = 0.0
+    step_costs: StepCosts | None = None  # what it knows of its steps when it starts, having served before
     prompts_alone: bool = False
     max_running: int = 256
     answer_headroom: int = 64

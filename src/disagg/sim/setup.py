@@ -48,6 +48,7 @@ def card_and_config(
         budget=StepBudget(
             spec.chunk_tokens, spec.mixed_chunk_tokens, spec.max_running, spec.itl_target_s, spec.prompts_alone
         ),
+        step_costs=spec.step_costs,
         handoff_mode=spec.handoff_mode,
         partial_start=spec.partial_start,
         min_push_bytes=spec.min_push_bytes,

@@ -54,4 +54,6 @@ def test_sides_are_played_on_the_machine_as_fast_as_it_is(script: Any) -> None:
         assert reports[0].num_finished == 20
         assert 1.8 < reports[1].tpot_s.p50 / reports[0].tpot_s.p50 < 2.6
         assert {use.role for use in reports[0].workers} == set(side.roles)
+        workers = script.scenario_of(side, here, script.work_of(1.0, 20), slo, Fidelity.SMALL).workers
+        assert {(spec.step_costs, spec.itl_target_s) for spec in workers} == {(costs, 0.1)}
     assert Role.PREFILL in script.SIDES[0].roles

@@ -13,6 +13,7 @@ from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
 from disagg.core.roles import FirstToken, HandoffMode, Numerics, PartialStart, Role, Task
 from disagg.core.spans import KvLayout
 from disagg.policy.batching import StepBudget
+from disagg.policy.step_time import StepCosts
 from disagg.protocol.cards import PoolCard, WorkerCard
 from disagg.protocol.handoff import GrantKey, decode_grant_key
 from disagg.protocol.messages import (
@@ -76,6 +77,7 @@ class Solo:
         *,
         num_blocks: int = 16,
         budget: StepBudget | None = None,
+        step_costs: StepCosts | None = None,
         mode: HandoffMode = HandoffMode.LAYERWISE,
         partial_start: PartialStart = PartialStart.AUTO,
         first_token: FirstToken = FirstToken.AT_ONCE,
@@ -99,6 +101,7 @@ class Solo:
             max_context=MAX_CONTEXT,
             vocab_size=VOCAB,
             budget=budget or StepBudget(chunk_tokens=64, mixed_chunk_tokens=8, max_running=16),
+            step_costs=step_costs,
             handoff_mode=mode,
             partial_start=partial_start,
             first_token=first_token,

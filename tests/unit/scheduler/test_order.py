@@ -6,7 +6,7 @@ from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, sequence_id,
 from disagg.core.request import SamplingParams, SequenceSpec
 from disagg.core.roles import Role, Task
 from disagg.policy.batching import StepBudget
-from disagg.policy.step_time import MIN_OBSERVED
+from disagg.policy.step_time import MIN_OBSERVED, StepCosts
 from disagg.protocol.messages import RequestReservation, StartSequence
 from disagg.scheduler import events
 
@@ -122,6 +122,15 @@ def test_steps_beside_streams_grow_to_what_their_target_bears(seconds_per_token:
     solo.finish_step(seconds=0.01)
     rows = {row.sequence_id: row for row in solo.plans[-1].rows}
     assert len(rows[sequence_id(99)].token_ids) == pytest.approx(num_tokens, abs=3)
+
+
+def test_a_worker_that_knows_what_steps_cost_keeps_its_target_from_the_first_one_on() -> None:
+    budget = StepBudget(chunk_tokens=64, mixed_chunk_tokens=2, max_running=8, itl_target_s=0.05)
+    solo = Solo(Role.DECODE, num_blocks=64, budget=budget, step_costs=StepCosts(0.01, 0.004, 0.0, 0.0, 0.0))
+    solo.start(0, Task.WHOLE, prompt(0, 4), max_tokens=40)
+    solo.start(1, Task.WHOLE, prompt(1, 50), max_tokens=1)
+    solo.finish_step(seconds=0.026)
+    assert [len(row.token_ids) for row in solo.plans[-1].rows if row.output_position == 0][-1] == 10
 
 
 def test_a_peers_silent_streams_do_not_count_as_prompts() -> None:
