@@ -47,7 +47,14 @@ def spec(prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 3) -> SequenceSp
 
 
 @pytest.mark.parametrize(
-    ("role", "task"), [(Role.PREFILL, Task.WHOLE), (Role.PREFILL, Task.DECODE), (Role.DECODE, Task.PREFILL)]
+    ("role", "task"),
+    [
+        (Role.PREFILL, Task.WHOLE),
+        (Role.PREFILL, Task.DECODE),
+        (Role.DECODE, Task.PREFILL),
+        (Role.MIXED, Task.PREFILL),
+        (Role.MIXED, Task.DECODE),
+    ],
 )
 def test_a_task_of_another_role_is_refused(role: Role, task: Task) -> None:
     solo = Solo(role)
