@@ -321,7 +321,6 @@ class AnswerExamination(msgspec.Struct, frozen=True, array_like=True, tag="answe
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """I am alive: my loop turns. The next one comes within interval_s seconds."""
 
-    number: int
     interval_s: float
 
 
