@@ -19,7 +19,7 @@ from disagg.core.errors import Failure
 from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, SequenceId, WorkerId
 from disagg.core.request import EmittedToken, SequenceSpec
 from disagg.core.roles import Task
-from disagg.protocol.cards import PROTOCOL_MAX, PROTOCOL_MIN, WorkerCard
+from disagg.protocol.cards import WorkerCard
 from disagg.telemetry.stages import StageTime
 
 
@@ -151,8 +151,6 @@ class AnswerCluster(msgspec.Struct, frozen=True, array_like=True, tag="answer_cl
     version: str
     cards: tuple[WorkerCard, ...]
     is_encrypted: bool = False  # workers are met under mutual TLS
-    protocol_min: int = PROTOCOL_MIN
-    protocol_max: int = PROTOCOL_MAX
 
 
 class AnnouncePeers(msgspec.Struct, frozen=True, array_like=True, tag="announce_peers"):
