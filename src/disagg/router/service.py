@@ -42,6 +42,7 @@ from disagg.dispatch.stream import (
     TokenStream,
 )
 from disagg.policy.routing import Path
+from disagg.policy.step_time import StepCosts
 from disagg.protocol.cards import WorkerCard
 from disagg.protocol.messages import (
     AnswerCluster,
@@ -383,7 +384,8 @@ class LiveService:
 
 
 def _state_fields(state: WorkerState) -> dict[str, object]:
-    """Counts by name, and what it knows of its links."""
+    """Counts by name, and what it has learned: of its links, and what its steps cost."""
     links = [msgspec.structs.asdict(link) for link in state.links]
     counts = {name: value for name, value in msgspec.structs.asdict(state).items() if isinstance(value, int)}
-    return {**counts, "links": links}
+    costs = dict(zip(StepCosts.__struct_fields__, state.step_costs, strict=False))  # it may be of another release
+    return {**counts, "links": links, "step_costs": costs}

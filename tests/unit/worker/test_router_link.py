@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -216,6 +217,22 @@ async def test_a_reader_that_leaves_has_its_sequences_aborted(how: str) -> None:
         assert aborted.sequence_id == SequenceId(stream.request_id, 0)
         assert await read(stream) == []
         assert served._streams == {}
+        await channel.close()
+
+
+async def test_what_a_worker_has_learned_is_shown_by_name() -> None:
+    """Also of one whose steps cost something that this router has no name for."""
+    async with service() as (served, address):
+        channel, _ = await register(address, mixed_card())
+        channel.send(ReportState(WorkerState(num_free_blocks=3, step_costs=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0))))
+
+        def state() -> dict[str, Any]:
+            (worker,) = json.loads(served.cluster_json())["workers"]
+            return dict(worker["state"])
+
+        await until(lambda: state()["num_free_blocks"] == 3)
+        costs = {"base_s": 1.0, "prompt_token_s": 2.0, "prompt_pair_s": 3.0, "stream_s": 4.0, "context_token_s": 5.0}
+        assert state()["step_costs"] == costs
         await channel.close()
 
 
