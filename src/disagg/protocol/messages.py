@@ -135,7 +135,7 @@ class RequestCluster(msgspec.Struct, frozen=True, array_like=True, tag="request_
 class AnswerRegistration(msgspec.Struct, frozen=True, array_like=True, tag="answer_registration"):
     """Accepted when failure is None."""
 
-    router: Incarnation
+    router: Incarnation  # what names of its requests begin with
     failure: Failure | None = None
 
 

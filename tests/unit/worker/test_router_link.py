@@ -51,7 +51,8 @@ async def no_socket_left() -> AsyncIterator[None]:
 # --- real workers ------------------------------------------------------------------------------------------------
 
 
-async def test_two_workers_register_pair_and_answer() -> None:
+async def test_two_workers_register_pair_and_answer(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "disagg.worker.links")
     async with service() as (served, address), site("p", Role.PREFILL) as one, site("d", Role.DECODE) as other:
         assert served.models()[0].missing == "no worker has registered"
         async with linked(one, address), linked(other, address):
@@ -63,6 +64,8 @@ async def test_two_workers_register_pair_and_answer() -> None:
             expected = expected_tokens(layout(), SequenceId(stream.request_id, 0), request.prompt_ids, request.sampling)
             assert ids == expected
             assert answers[-1].finish_reason is FinishReason.LENGTH
+            whose = str(stream.request_id).partition("-")[0]  # what names of its requests begin with
+            assert caplog.messages.count(f"registered with router {whose} at {address}") == 2
             await one.settled()
             await other.settled()
             cluster = json.loads(served.cluster_json())
