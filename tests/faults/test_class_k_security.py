@@ -211,10 +211,10 @@ async def test_k1_silent_connections_are_capped_and_a_worker_gets_in_between_the
         served, address = await stack.enter_async_context(live_router(keys=keys))
         host, _, port = address.rpartition(":")
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(3 * MAX_STRANGERS)]
-        assert served._server is not None
-        served._server.check_invariants()
+        served.check_invariants()
         await stack.enter_async_context(live_worker("m", Role.MIXED, address, keys=keys))
         await until(lambda: served.dispatcher.registry.get(WorkerId("m")) is not None)
+        assert served._server is not None
         assert served._server.refused.counts()[Refusal.FULL] >= MAX_STRANGERS
         for _, writer in silent:
             writer.transport.abort()

@@ -278,6 +278,8 @@ class LiveService:
 
     def check_invariants(self) -> None:
         self.dispatcher.check_invariants()
+        if self._server is not None:
+            self._server.check_invariants()
 
     # --- workers -----------------------------------------------------------------------------------------------
 
