@@ -9,7 +9,6 @@ from tests.unit.scheduler.rigs import (
     emitted,
     handoff,
     of,
-    sequence_id,
     to_peer,
 )
 
