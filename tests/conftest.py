@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from tests.e2e.models import tiny_llama, tiny_qwen2
 
-from disagg.cluster.local import _reserve
+from disagg.cluster.ports import reserve_port
 from disagg.modelfiles.fetch import KNOWN_MODELS, models_folder
 from disagg.testing.processes import children_of
 
@@ -60,7 +60,7 @@ def nothing_left_behind() -> Iterator[None]:
 @pytest.fixture
 def free_port() -> Iterator[int]:
     """A TCP port on loopback that nobody else is given meanwhile; a server that is told to take it may."""
-    with _reserve("127.0.0.1") as reserved:
+    with reserve_port("127.0.0.1") as reserved:
         yield reserved.getsockname()[1]
 
 

@@ -11,7 +11,7 @@ import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from disagg.cluster.local import _reserve
+from disagg.cluster.ports import reserve_port
 from disagg.cluster.view import ClusterView
 from disagg.core.errors import InternalFault
 from disagg.policy.routing import PlacementReason
@@ -147,7 +147,7 @@ def reserved_ports(count: int) -> Iterator[list[int]]:
     Until then who connects is refused.
     """
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(_reserve("127.0.0.1")).getsockname()[1] for _ in range(count)]
+        yield [stack.enter_context(reserve_port("127.0.0.1")).getsockname()[1] for _ in range(count)]
 
 
 def router(models: Mapping[str, object], *more: str, port: int = 0, control_port: int = 0) -> MarkedProcess:

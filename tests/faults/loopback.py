@@ -133,7 +133,7 @@ async def live_worker(
 
 
 def num_pairs(served: LiveService) -> int:
-    return sum(len(record.partners) for record in served._dispatcher.registry.records())
+    return sum(len(record.partners) for record in served.dispatcher.registry.records())
 
 
 async def paired(served: LiveService, count: int = 1) -> None:

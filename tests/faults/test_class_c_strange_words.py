@@ -29,7 +29,6 @@ from disagg.protocol.messages import (
     PromptReport,
     ReportFailure,
     RequestPairing,
-    SequenceReport,
     WorkerToWorker,
 )
 from disagg.telemetry import metrics as table
@@ -74,11 +73,10 @@ def test_c1_words_about_a_request_that_is_over_reach_no_client_and_no_other_requ
 def _words(request_id: RequestId, choice: int = 0) -> Iterator[tuple[str, EmitTokens | ReportFailure]]:
     """Everything that both workers can say of one choice."""
     which = SequenceId(request_id, choice)
-    for name, task in (("p0", Task.PREFILL), ("d0", Task.DECODE)):
+    for name in ("p0", "d0"):
         for position in range(3):
             yield name, EmitTokens((EmittedToken(which, position, 9),))
         yield name, EmitTokens((), (PromptReport(HandoffId(which, 1), 0, 10),))
-        yield name, EmitTokens((), (), (SequenceReport(which, task),))
         for kind in FailureKind:
             yield name, ReportFailure(which, 1, Failure(kind, "scripted"))
 
@@ -112,7 +110,7 @@ async def test_c1_a_peer_that_says_everything_wrong_disturbs_no_answer_of_others
             for channel in channels:
                 channel.send({"not": "a message"})
                 await gone(channel)
-        await decode.until(lambda: all(decode.reports(number) for number in prompts) or bool(decode.failures))
+        await decode.until(lambda: all(decode.has_answered(number) for number in prompts) or bool(decode.failures))
         assert decode.failures == prefill.failures == []
         for number, prompt in prompts.items():
             tokens = [token.token_id for token in decode.tokens(number)]

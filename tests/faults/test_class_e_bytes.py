@@ -138,7 +138,7 @@ async def test_e7_equal_answers_come_from_bytes_that_were_really_moved(block_siz
         prefill.start(0, Task.PREFILL, decode, prompt, GREEDY)
         await until(lambda: bool(blocks_of(decode, 0)))
         blocks = blocks_of(decode, 0)
-        await decode.until(lambda: bool(decode.reports(0)))
+        await decode.until(lambda: decode.has_answered(0))
         await prefill.settled()
         assert [token.token_id for token in decode.tokens(0)] == expected_tokens(kv, sequence_id(0), prompt, GREEDY)
         assert decode.engine.read(blocks, Span(0, 100, 0, kv.num_layers)) == prompt_kv(kv, prompt)
@@ -220,7 +220,7 @@ async def test_e6_bytes_are_read_after_the_engine_has_written_them_on_tcp() -> N
             for number, prompt in prompts.items():
                 decode.start(number, Task.DECODE, prefill, prompt, sampling)
                 prefill.start(number, Task.PREFILL, decode, prompt, sampling)
-            await decode.until(lambda: all(decode.reports(number) for number in prompts) or bool(decode.failures))
+            await decode.until(lambda: all(decode.has_answered(number) for number in prompts) or bool(decode.failures))
             assert decode.failures == []
             for number, prompt in prompts.items():
                 tokens = [token.token_id for token in decode.tokens(number)]

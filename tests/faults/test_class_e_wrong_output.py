@@ -98,7 +98,7 @@ async def test_e1_on_tcp_the_next_owner_waits_for_the_fence_and_late_bytes_chang
         await until(lambda: bool(blocks_of(decode, 1)))
         assert set(blocks_of(decode, 1)) & set(reserved)
         relay.release()
-        await decode.until(lambda: bool(decode.reports(1)))
+        await decode.until(lambda: len(decode.tokens(1)) == 6)
         tokens = [token.token_id for token in decode.tokens(1)]
         assert tokens == expected_tokens(KV, sequence_id(1), new, spec.sampling)
         await prefill.settled()
@@ -106,7 +106,7 @@ async def test_e1_on_tcp_the_next_owner_waits_for_the_fence_and_late_bytes_chang
         # And the pair goes on: the same prompt again, over a new connection.
         decode.start(2, Task.DECODE, prefill, old, GREEDY)
         prefill.start(2, Task.PREFILL, decode, old, GREEDY)
-        await decode.until(lambda: bool(decode.reports(2)))
+        await decode.until(lambda: decode.has_answered(2))
         tokens = [token.token_id for token in decode.tokens(2)]
         assert tokens == expected_tokens(KV, sequence_id(2), old, GREEDY)
         await prefill.settled()

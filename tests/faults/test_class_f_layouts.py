@@ -136,12 +136,12 @@ async def test_f_over_tcp_kv_is_bit_equal_and_nothing_is_left(name: str) -> None
         await until(lambda: blocks_of(decode, 0) is not None)
         blocks = blocks_of(decode, 0)
         assert blocks is not None
-        await decode.until(lambda: bool(decode.reports(0)) or bool(decode.failures))
+        await decode.until(lambda: decode.has_answered(0) or bool(decode.failures))
         assert decode.failures == []
         assert decode.engine.read(blocks, Span(0, 45, 0, NUM_LAYERS)) == prompt_kv(target, prompt)
         for number, length in enumerate((1, 17, 45, 60), start=1):
             start(prefill, decode, number, tuple(range(length)))
-            await decode.until(lambda now=number: bool(decode.reports(now)))  # type: ignore[misc]
+            await decode.until(lambda now=number: decode.has_answered(now))  # type: ignore[misc]
             check_tokens(decode, number, tuple(range(length)))
         await both_settled(prefill, decode)
         row_bytes = target.num_planes * target.num_layers * target.token_bytes
@@ -160,7 +160,7 @@ async def test_f4_over_tcp_128_at_once(name: str) -> None:
         }
         for number, prompt in prompts.items():
             start(prefill, decode, number, prompt)
-        await decode.until(lambda: all(decode.reports(number) for number in prompts) or bool(decode.failures))
+        await decode.until(lambda: all(decode.has_answered(number) for number in prompts) or bool(decode.failures))
         assert decode.failures == prefill.failures == []
         for number, prompt in prompts.items():
             check_tokens(decode, number, prompt)
@@ -194,10 +194,10 @@ async def test_f_a_turned_push_that_arrives_damaged_at_one_rank_is_sent_again_to
         try:
             await meet(prefill, decode)
             start(prefill, decode, 0, (1, 2, 3))  # says hello
-            await decode.until(lambda: bool(decode.reports(0)))
+            await decode.until(lambda: decode.has_answered(0))
             relay.flip_ahead(200)  # a header is shorter, the parts of a push are longer
             start(prefill, decode, 1, prompt)
-            await decode.until(lambda: bool(decode.reports(1)) or bool(decode.failures))
+            await decode.until(lambda: decode.has_answered(1) or bool(decode.failures))
             assert decode.failures == prefill.failures == []
             check_tokens(decode, 1, prompt)
             assert counted(prefill, table.PUSH_RETRIES) == counted(decode, table.LANDINGS_REJECTED) == 1
@@ -219,7 +219,7 @@ async def test_f_a_compressed_wire_lands_decoded_between_unlike_ranks() -> None:
         blocks, (sequence,) = blocks_of(decode, 0), prefill.worker.scheduler._state.sequences.values()
         assert blocks is not None
         sent_from = sequence.blocks
-        await decode.until(lambda: bool(decode.reports(0)) or bool(decode.failures))
+        await decode.until(lambda: decode.has_answered(0) or bool(decode.failures))
         assert decode.failures == prefill.failures == []
         span = Span(0, 30, 0, NUM_LAYERS)
         rows = torch.frombuffer(bytearray(prefill.engine.read(sent_from, span)), dtype=torch.float16)
@@ -245,7 +245,7 @@ async def test_f_an_abort_in_the_middle_of_many_ranks_leaves_nothing_at_either_e
             if rng.random() < 0.5:
                 (prefill if rng.random() < 0.5 else decode).abort(number)
             else:
-                await decode.until(lambda now=number: bool(decode.reports(now)))  # type: ignore[misc]
+                await decode.until(lambda now=number: decode.has_answered(now))  # type: ignore[misc]
                 check_tokens(decode, number, prompt)
         await both_settled(prefill, decode)
 

@@ -48,7 +48,7 @@ async def test_j1_a_worker_of_another_version_is_refused_by_the_router_for_good_
             await site.close()
         assert "2..2" in str(refusal.value)
         assert "1..1" in str(refusal.value)
-        assert served._dispatcher.registry.records() == []
+        assert served.dispatcher.registry.records() == []
 
 
 async def test_j1_two_workers_without_a_version_in_common_are_refused_at_pairing_with_both_ranges() -> None:
@@ -57,7 +57,7 @@ async def test_j1_two_workers_without_a_version_in_common_are_refused_at_pairing
         served, address = await stack.enter_async_context(live_router(protocol=(1, 2)))
         old = await stack.enter_async_context(live_worker("p", Role.PREFILL, address, protocol=(1, 1)))
         new = await stack.enter_async_context(live_worker("d", Role.DECODE, address, protocol=(2, 2)))
-        registry = served._dispatcher.registry
+        registry = served.dispatcher.registry
         await until(lambda: any(record.refusals for record in registry.records()))
         found = registry.get(WorkerId("p"))
         assert found is not None
@@ -96,7 +96,7 @@ async def test_j2_half_a_fleet_upgraded_pairs_only_those_that_fit_and_no_request
             await asyncio.gather(*asked)
         pairs = {
             (record.card.worker_id, partner)
-            for record in served._dispatcher.registry.records()
+            for record in served.dispatcher.registry.records()
             for partner in record.partners
         }
         assert pairs == {("p-old", "d-old"), ("p-new", "d-new")}

@@ -152,7 +152,7 @@ async def test_k1_a_stranger_can_neither_register_nor_operate(kind: str, keys: s
     async with AsyncExitStack() as stack:
         served, address = await stack.enter_async_context(live_router(keys=keys))
         worker = await stack.enter_async_context(live_worker("m", Role.MIXED, address, keys=keys))
-        registry = served._dispatcher.registry
+        registry = served.dispatcher.registry
         await until(lambda: registry.get(WorkerId("m")) is not None)
         card = msgspec.structs.replace(worker.peers.card, worker_id=WorkerId("intruder"))
         messages = (RegisterWorker(card), RequestDrain(WorkerId("m")), RequestCluster())
@@ -163,7 +163,7 @@ async def test_k1_a_stranger_can_neither_register_nor_operate(kind: str, keys: s
         assert not worker.worker.scheduler.is_draining
         assert served._server is not None
         await until(lambda: served._server is not None and served._server.num_strangers == 0)
-        counters = served._dispatcher.counters
+        counters = served.dispatcher.counters
         await until(lambda: counters.get(table.CONTROL_REFUSED, Refusal.NO_TLS.value) == len(messages))
 
 
@@ -203,7 +203,7 @@ async def test_k1_a_worker_does_not_talk_to_a_router_that_cannot_prove_itself(ke
             await dial(address, ANYTHING, timeout_s=DEADLINE_S, tls=loaded.dialling)
         with pytest.raises(ConfigurationError, match="not trusted"):
             await asyncio.to_thread(ask_drain, "m", address, keys)
-        assert served._dispatcher.registry.records() == []
+        assert served.dispatcher.registry.records() == []
 
 
 async def test_k1_silent_connections_are_capped_and_a_worker_gets_in_between_them(keys: str) -> None:
@@ -211,10 +211,10 @@ async def test_k1_silent_connections_are_capped_and_a_worker_gets_in_between_the
         served, address = await stack.enter_async_context(live_router(keys=keys))
         host, _, port = address.rpartition(":")
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(3 * MAX_STRANGERS)]
-        assert served._server is not None
-        served._server.check_invariants()
+        served.check_invariants()
         await stack.enter_async_context(live_worker("m", Role.MIXED, address, keys=keys))
-        await until(lambda: served._dispatcher.registry.get(WorkerId("m")) is not None)
+        await until(lambda: served.dispatcher.registry.get(WorkerId("m")) is not None)
+        assert served._server is not None
         assert served._server.refused.counts()[Refusal.FULL] >= MAX_STRANGERS
         for _, writer in silent:
             writer.transport.abort()

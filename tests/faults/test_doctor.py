@@ -135,7 +135,7 @@ async def test_a_live_cluster_is_examined_over_its_control_ports(tmp_path: Path,
 
 async def test_a_worker_that_is_gone_makes_the_doctor_fail(capsys: pytest.CaptureFixture[str]) -> None:
     async with live_router() as (served, address), live_worker("m", Role.MIXED, address) as worker:
-        await until(lambda: bool(served._dispatcher.registry.records()))
+        await until(lambda: bool(served.dispatcher.registry.records()))
         assert worker.peers._server is not None
         worker.peers._server.close()  # nobody answers there any more
         code = await asyncio.to_thread(doctor.run_doctor, address, "", as_json=True)

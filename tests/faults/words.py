@@ -65,7 +65,7 @@ def peer_messages(number: int, fence: Fence) -> dict[type, Any]:
         RenewLeases: RenewLeases((which,), 9.0),
         RequestExamination: RequestExamination(),
         AnswerExamination: AnswerExamination(own, "1", HostLimits(-1, -1, 0, 1), 0.0, False, ()),
-        Beat: Beat(1, 2.5),
+        Beat: Beat(2.5),
     }
 
 
@@ -77,7 +77,7 @@ def router_messages(number: int) -> dict[type, Any]:
         AnswerCluster: AnswerCluster("1", ()),
         AnnouncePeers: AnnouncePeers(()),
         AbortSequence: AbortSequence(sequence_id(number), 1, "scripted"),
-        Beat: Beat(1, 2.5),
+        Beat: Beat(2.5),
     }
 
 

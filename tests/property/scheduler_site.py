@@ -5,7 +5,7 @@ from collections.abc import Callable
 from itertools import count
 
 from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
-from disagg.core.request import EmittedToken, SequenceSpec
+from disagg.core.request import EmittedToken, SequenceSpec, finish_reason
 from disagg.core.roles import Numerics, Role, Task
 from disagg.core.spans import KvLayout
 from disagg.policy.batching import StepBudget
@@ -133,8 +133,10 @@ class Site:
             for token in action.message.tokens:
                 self.first_s.setdefault(token.sequence_id, self.now_s)
                 assert token.position == len(self.answers[token.sequence_id])
-                self.answers[token.sequence_id].append(token.token_id)
-            self.ended.update(report.sequence_id for report in action.message.reports)
+                answer = self.answers[token.sequence_id]
+                answer.append(token.token_id)
+                if finish_reason(self.specs[token.sequence_id].sampling, token.token_id, len(answer)) is not None:
+                    self.ended.add(token.sequence_id)
 
     def _finish(self, duration_s: float) -> None:
         plan, self.plan = self.plan, None

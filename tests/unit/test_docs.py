@@ -1,6 +1,7 @@
 """The documentation says what the code says."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from disagg.telemetry.metrics import ALL_METRICS, ROUTER_METRICS
 from disagg.telemetry.page import PARTS, bucket_lines, markdown
 
 ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "src" / "disagg"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
@@ -42,18 +44,33 @@ def test_metrics_that_pages_name_exist() -> None:
             assert names & {name, re.sub("_(bucket|sum|count)$", "", name)}, f"{path.name} names {name}"
 
 
-def test_rooms_are_those_on_disk() -> None:
-    rooms = set(re.findall(r"^\| (?:· )?`(\w+)` \|", ARCHITECTURE.read_text(), re.MULTILINE))
-    on_disk = {path.parent.name for path in (ROOT / "src" / "disagg").glob("*/__init__.py")}
-    assert rooms == on_disk
+def test_rooms_are_those_on_disk_lowest_first_and_the_pure_ones_are_marked() -> None:
+    rows = re.findall(r"^\| (· )?`(\w+)` \|", ARCHITECTURE.read_text(), re.MULTILINE)
+    rooms = [room for _, room in rows]
+    assert sorted(rooms) == sorted(path.parent.name for path in SOURCES.glob("*/__init__.py"))
+    linted = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contracts = {contract["id"]: contract for contract in linted}
+    layers = [line.split(" | ") for line in reversed(contracts["rooms"]["layers"])]
+    height = {room: number for number, layer in enumerate(layers) for room in layer}
+    assert [height[room] for room in rooms] == sorted(height.values())
+    pure = [f"disagg.{room}" for mark, room in rows if mark]
+    assert sorted(pure) == sorted(contracts["pure"]["source_modules"])
 
 
 def test_readme_tree_is_the_one_on_disk() -> None:
-    """Every package stands in the README's tree with its purpose, and nothing else does."""
-    readme = (ROOT / "README.md").read_text()
-    named = set(re.findall(r"^\s+(\w+)/\s{2,}\S", readme, re.MULTILINE))
-    on_disk = {path.parent.name for path in (ROOT / "src" / "disagg").glob("*/__init__.py")}
+    """Every package stands once in the README's tree with its purpose, and nothing else does."""
+    rows = re.findall(r"^\s+(\w+)/\s{2,}\S", (ROOT / "README.md").read_text(), re.MULTILINE)
+    named = set(rows)
+    assert len(rows) == len(named)
+    on_disk = {path.parent.name for path in SOURCES.glob("*/__init__.py")}
     assert on_disk <= named, f"missing in README: {on_disk - named}"
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
     inner = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
     assert named <= on_disk | folders | inner, f"only in README: {named - on_disk - folders - inner}"
+
+
+def test_files_that_pages_name_exist() -> None:
+    """Paths are the project's, or a room's."""
+    for page in [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md")]:
+        for name in re.findall(r"`((?:[\w-]+/)+[\w*.-]+\.[a-z]+)`", page.read_text()):
+            assert any([*ROOT.glob(name), *SOURCES.glob(name)]), f"{page.name} names {name}"

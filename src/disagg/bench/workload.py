@@ -37,7 +37,6 @@ class WorkRequest(msgspec.Struct, frozen=True):
     num_output_tokens: int
     model: str = ""
     priority: int = 0
-    slo_class: str = "default"
     session: int = -1  # of which it is a turn; -1: none
 
     @property

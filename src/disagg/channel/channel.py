@@ -173,12 +173,12 @@ class Channel(Generic[M]):
             self._lose(f"a message could not be handled: {type(error).__name__}: {error}")
 
     async def _beat(self, interval_s: float) -> None:
-        number, next_beat_s = 0, time.monotonic()
+        next_beat_s = time.monotonic()
         while self.is_open:
             now_s = time.monotonic()
             if now_s >= next_beat_s:
-                self.send(Beat(number, interval_s))
-                number, next_beat_s = number + 1, now_s + interval_s
+                self.send(Beat(interval_s))
+                next_beat_s = now_s + interval_s
             patience_s = MAX_SILENT_BEATS * max(interval_s, self._peer_interval_s)
             lost_s = self._last_heard_s + patience_s
             if now_s >= lost_s:

@@ -69,7 +69,7 @@ def _machine_row(patient: Patient) -> list[str]:
     shape = f"{layout.num_layers} x {layout.num_kv_heads} x {layout.head_dim} {layout.dtype}"
     shape = f"{shape}, {layout.block_size} tokens a block"
     head = [card.worker_id, card.role.value]
-    protocol = f"{card.protocol_min}..{card.protocol_max}"
+    protocol = str(card.protocols)
     if answer is None:
         return [*head, "?", protocol, shape, str(card.num_blocks), "?", "?", "?", "?", "?"]
     limits = answer.limits

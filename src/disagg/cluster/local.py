@@ -21,6 +21,7 @@ import msgspec
 from disagg.channel.channel import MAX_SILENT_BEATS
 from disagg.cluster.command_line import router_arguments, router_environment, worker_arguments
 from disagg.cluster.plan import LocalPlan
+from disagg.cluster.ports import reserve_port
 from disagg.cluster.process import OnLine, ProcessSpec, Stream
 from disagg.cluster.router_watch import RouterWatch
 from disagg.cluster.supervisor import (
@@ -85,7 +86,7 @@ class LocalCluster:
         """
         router = self._plan.router
         if router.control_port == 0:
-            self._reserved = _reserve(router.control_host)
+            self._reserved = reserve_port(router.control_host)
             router = msgspec.structs.replace(router, control_port=self._reserved.getsockname()[1])
         self._supervisor.start(self._router_spec(router))
         control = _reachable(f"{router.control_host}:{router.control_port}")
@@ -261,23 +262,6 @@ def _start_failure(event: ProcessExited) -> DisaggError:
     )
     kind = ConfigurationError if event.returncode == CONFIGURATION_EXIT_CODE else InternalFault
     return kind(f"{event.name}: {words}")
-
-
-def _reserve(host: str) -> socket.socket:
-    """A free port that stays ours, also while the router that listens on it is started again.
-
-    The socket never listens: with SO_REUSEADDR on both, another one may, and the kernel gives the port to nobody else.
-    """
-    found = socket.getaddrinfo(host.strip("[]") or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
-    reserved = socket.socket(family, kind, protocol)
-    try:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(address)
-    except OSError as error:
-        reserved.close()
-        raise ConfigurationError(f"no port can be had on {host}: {error.strerror or error}") from None
-    return reserved
 
 
 def _with_port(config: RouterConfig, announcement: Announcement) -> RouterConfig:

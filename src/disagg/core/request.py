@@ -87,7 +87,6 @@ class SequenceSpec(msgspec.Struct, frozen=True, array_like=True):
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
-    slo_class: str = "default"
     tenant: str = ""  # prompts of one priority take turns by tenant
     cache_salt: str = ""  # KV is shared only between sequences with the same one
 

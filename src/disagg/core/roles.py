@@ -51,5 +51,5 @@ class FirstToken(enum.StrEnum):
 ROLE_TASKS: dict[Role, frozenset[Task]] = {
     Role.PREFILL: frozenset({Task.PREFILL}),
     Role.DECODE: frozenset({Task.WHOLE, Task.DECODE}),
-    Role.MIXED: frozenset(Task),
+    Role.MIXED: frozenset({Task.WHOLE}),
 }

@@ -4,7 +4,7 @@ import msgspec
 
 from disagg.core.ids import Incarnation
 from disagg.policy.recovery import RecoveryLimits
-from disagg.protocol.cards import PROTOCOL_MAX, PROTOCOL_MIN
+from disagg.protocol.cards import PROTOCOL_MAX, PROTOCOL_MIN, ProtocolRange
 
 RETRY_AFTER_S = 1.0  # what a client is told when nobody can serve it now
 
@@ -20,3 +20,7 @@ class DispatcherConfig(msgspec.Struct, frozen=True):
     recovery: RecoveryLimits = RecoveryLimits()
     protocol_min: int = PROTOCOL_MIN  # of the messages that this router speaks
     protocol_max: int = PROTOCOL_MAX
+
+    @property
+    def protocols(self) -> ProtocolRange:
+        return ProtocolRange(self.protocol_min, self.protocol_max)

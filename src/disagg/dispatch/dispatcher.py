@@ -61,7 +61,7 @@ class Dispatcher:
         self.config = config
         self._decided = on_decided
         self.counters = Counters()
-        self.registry = Registry(config.tokenizer_digests, (config.protocol_min, config.protocol_max))
+        self.registry = Registry(config.tokenizer_digests, config.protocols)
         self._requests = RequestTable(config.recovery)
         self._gate = Gate(config, self.registry, self.counters)
         self._next_number = 0

@@ -171,7 +171,6 @@ class OpenRequest:
                     request.prompt_ids,
                     request.sampling if index == 0 else unscored,
                     request.priority,
-                    request.slo_class,
                     request.tenant,
                     request.cache_salt,
                 ),

@@ -8,18 +8,16 @@ from disagg.core.roles import Role
 from disagg.dispatch.worker_record import WorkerRecord
 from disagg.policy.admission import Limits
 from disagg.policy.routing import WorkerView, what_is_missing
-from disagg.protocol.cards import PROTOCOL_MAX, PROTOCOL_MIN, WorkerCard
+from disagg.protocol.cards import ProtocolRange, WorkerCard
 from disagg.protocol.pairing import card_flaw, is_handoff_pair
 
 
 class Registry:
     """Tokenizer digests by model name decide who may register."""
 
-    def __init__(
-        self, tokenizer_digests: dict[str, str], protocol: tuple[int, int] = (PROTOCOL_MIN, PROTOCOL_MAX)
-    ) -> None:
-        """protocol: the lowest and the highest version that this router speaks."""
-        self._protocol_min, self._protocol_max = protocol
+    def __init__(self, tokenizer_digests: dict[str, str], protocols: ProtocolRange) -> None:
+        """protocols: of this router."""
+        self._protocols = protocols
         self._tokenizer_digests = tokenizer_digests
         self._records: dict[WorkerId, WorkerRecord] = {}
         # Until a worker comes or goes: every request asks.
@@ -54,9 +52,9 @@ class Registry:
         flaw = card_flaw(card)
         if flaw:
             return Failure(FailureKind.INVALID_REQUEST, f"worker {card.worker_id} cannot be used: {flaw}")
-        if card.protocol_max < self._protocol_min or self._protocol_max < card.protocol_min:
-            theirs, mine = f"{card.protocol_min}..{card.protocol_max}", f"{self._protocol_min}..{self._protocol_max}"
-            text = f"worker {card.worker_id} speaks protocol {theirs}, this router {mine}: upgrade the older of the two"
+        if not card.protocols.meets(self._protocols):
+            versions = f"speaks protocol {card.protocols}, this router {self._protocols}"
+            text = f"worker {card.worker_id} {versions}: upgrade the older of the two"
             return Failure(FailureKind.INVALID_REQUEST, text)
         pool = card.pool
         expected = self._tokenizer_digests.get(pool.model)

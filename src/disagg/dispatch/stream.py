@@ -22,7 +22,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     is_open_ended: bool = False  # max_tokens was not asked for: it may be lowered to what fits
     is_prompt_only: bool = False  # nothing is to be written: the one token that reading gives is not shown to anybody
     priority: int = 0
-    slo_class: str = "default"
+    slo_class: str = "default"  # decides nothing; timelines and traces name it
     tenant: str = ""  # whose turn it is among others of its priority
     cache_salt: str = ""  # KV is shared only between requests with the same one
 

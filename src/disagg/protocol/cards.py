@@ -1,5 +1,7 @@
 """What a worker shows of itself: who it is, what it serves, how its KV lies, which messages it speaks."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from disagg.core.endpoints import Endpoint
@@ -10,6 +12,20 @@ from disagg.core.spans import KvLayout
 
 PROTOCOL_MIN = 1
 PROTOCOL_MAX = 1
+
+
+class ProtocolRange(NamedTuple):
+    """Versions of the messages that a program speaks: the lowest and the highest."""
+
+    lowest: int
+    highest: int
+
+    def meets(self, other: "ProtocolRange") -> bool:
+        """Whether some version is in both."""
+        return self.lowest <= other.highest and other.lowest <= self.highest
+
+    def __str__(self) -> str:
+        return f"{self.lowest}..{self.highest}"
 
 
 class PoolCard(msgspec.Struct, frozen=True, array_like=True):
@@ -43,3 +59,7 @@ class WorkerCard(msgspec.Struct, frozen=True, array_like=True):
     protocol_min: int = PROTOCOL_MIN
     protocol_max: int = PROTOCOL_MAX
     kv_wire: KvWire = KvWire.NATIVE  # how KV travels to and from this worker
+
+    @property
+    def protocols(self) -> ProtocolRange:
+        return ProtocolRange(self.protocol_min, self.protocol_max)

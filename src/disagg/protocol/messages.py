@@ -17,9 +17,9 @@ import msgspec
 from disagg.core.endpoints import TransportRate
 from disagg.core.errors import Failure
 from disagg.core.ids import BlockId, Fence, HandoffId, Incarnation, SequenceId, WorkerId
-from disagg.core.request import EmittedToken, FinishReason, SequenceSpec
+from disagg.core.request import EmittedToken, SequenceSpec
 from disagg.core.roles import Task
-from disagg.protocol.cards import PROTOCOL_MAX, PROTOCOL_MIN, WorkerCard
+from disagg.protocol.cards import WorkerCard
 from disagg.telemetry.stages import StageTime
 
 
@@ -87,18 +87,6 @@ class PromptReport(msgspec.Struct, frozen=True, array_like=True):
     hidden_s: float = 0.0  # source only: time so far in which pushes were under way
 
 
-class SequenceReport(msgspec.Struct, frozen=True, array_like=True):
-    """What one worker did for one sequence, sent once when its part has ended well."""
-
-    sequence_id: SequenceId
-    task: Task
-    finish_reason: FinishReason | None = None  # set by the worker that wrote the last token
-    num_computed_tokens: int = 0  # prompt tokens this worker computed
-    num_received_tokens: int = 0  # prompt tokens whose KV came from the peer
-    handoff_bytes: int = 0  # source only: bytes acknowledged by the destination
-    hidden_bytes: int = 0  # source only: of those, acknowledged before the prompt was computed
-
-
 class StageReport(msgspec.Struct, frozen=True, array_like=True):
     """What this worker has spent on a timed attempt, from its start or its last report to the token at `position`."""
 
@@ -108,11 +96,10 @@ class StageReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EmitTokens(msgspec.Struct, frozen=True, array_like=True, tag="emit_tokens"):
-    """All tokens of one step, and the sequences whose part ended with it."""
+    """All tokens of one step; with them, how prompts were read and what timed attempts have spent."""
 
     tokens: tuple[EmittedToken, ...]
     prompts: tuple[PromptReport, ...] = ()
-    reports: tuple[SequenceReport, ...] = ()
     stages: tuple[StageReport, ...] = ()
 
 
@@ -148,7 +135,7 @@ class RequestCluster(msgspec.Struct, frozen=True, array_like=True, tag="request_
 class AnswerRegistration(msgspec.Struct, frozen=True, array_like=True, tag="answer_registration"):
     """Accepted when failure is None."""
 
-    router: Incarnation
+    router: Incarnation  # what names of its requests begin with
     failure: Failure | None = None
 
 
@@ -164,8 +151,6 @@ class AnswerCluster(msgspec.Struct, frozen=True, array_like=True, tag="answer_cl
     version: str
     cards: tuple[WorkerCard, ...]
     is_encrypted: bool = False  # workers are met under mutual TLS
-    protocol_min: int = PROTOCOL_MIN
-    protocol_max: int = PROTOCOL_MAX
 
 
 class AnnouncePeers(msgspec.Struct, frozen=True, array_like=True, tag="announce_peers"):
@@ -334,7 +319,6 @@ class AnswerExamination(msgspec.Struct, frozen=True, array_like=True, tag="answe
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """I am alive: my loop turns. The next one comes within interval_s seconds."""
 
-    number: int
     interval_s: float
 
 

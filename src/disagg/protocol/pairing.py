@@ -51,7 +51,7 @@ def card_flaw(card: WorkerCard) -> str:
     if any(len(end.token) > MAX_TOKEN_BYTES for end in card.data_endpoints):
         return f"a token of more than {MAX_TOKEN_BYTES} bytes"
     if max(counts) > MAX_COUNT or card.protocol_min > card.protocol_max:
-        return f"a size above {MAX_COUNT} in {layout}, or a protocol range of {card.protocol_min}..{card.protocol_max}"
+        return f"a size above {MAX_COUNT} in {layout}, or a protocol range of {card.protocols}"
     if RANK_MARK in card.worker_id:
         return f"a name with {RANK_MARK!r} in it, which marks the ranks of a worker"
     if card.kv_wire is not KvWire.NATIVE and card.pool.numerics is Numerics.EXACT:
@@ -80,9 +80,8 @@ def pairing_failure(one: WorkerCard, other: WorkerCard) -> Failure | None:
         flaw = card_flaw(card)
         if flaw:
             return Failure(FailureKind.INVALID_REQUEST, f"{card.worker_id} cannot be paired: {flaw}")
-    if one.protocol_max < other.protocol_min or other.protocol_max < one.protocol_min:
-        mine, theirs = (f"{card.protocol_min}..{card.protocol_max}" for card in (one, other))
-        return _refused(one, other, "protocol range", mine, theirs)
+    if not one.protocols.meets(other.protocols):
+        return _refused(one, other, "protocol range", one.protocols, other.protocols)
     for what, value in _EQUAL:
         if value(one) != value(other):
             return _refused(one, other, what, value(one), value(other), _ADVICE.get(what, ""))

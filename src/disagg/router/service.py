@@ -42,6 +42,7 @@ from disagg.dispatch.stream import (
     TokenStream,
 )
 from disagg.policy.routing import Path
+from disagg.policy.step_time import StepCosts
 from disagg.protocol.cards import WorkerCard
 from disagg.protocol.messages import (
     AnswerCluster,
@@ -169,7 +170,7 @@ class LiveService:
         keys: Keys | None = None,
         decision_log: DecisionLog | None = None,
     ) -> None:
-        self._dispatcher = dispatcher
+        self.dispatcher = dispatcher
         self._log = decision_log
         self._metrics = RouterMetrics(dispatcher)
         self._beat_interval_s = beat_interval_s
@@ -201,7 +202,7 @@ class LiveService:
             self._handle(TimePassed())
             if self._server is not None:
                 for reason, count in self._server.refused.take().items():
-                    self._dispatcher.counters.add(CONTROL_REFUSED, count, label=reason.value)
+                    self.dispatcher.counters.add(CONTROL_REFUSED, count, label=reason.value)
 
     async def close(self) -> None:
         """Fail every open request, then let the workers go."""
@@ -225,8 +226,8 @@ class LiveService:
         now_s = time.monotonic()
         if self._log is not None:
             self._log.happened(RequestSubmitted(request), now_s)
-        request_id, actions = self._dispatcher.submit(request, now_s, track)
-        opened = self._dispatcher.open_request(request_id)
+        request_id, actions = self.dispatcher.submit(request, now_s, track)
+        opened = self.dispatcher.open_request(request_id)
         path = opened.path if opened is not None else Path.MIXED
         start_s = now_s if received_s is None else received_s
         times = StreamTimes(self._metrics, path, request.num_choices, start_s)
@@ -236,10 +237,10 @@ class LiveService:
         return stream
 
     def models(self) -> tuple[ModelStatus, ...]:
-        return self._dispatcher.models()
+        return self.dispatcher.models()
 
     def count(self, metric: Metric, label: str) -> None:
-        self._dispatcher.counters.add(metric, label=label)
+        self.dispatcher.counters.add(metric, label=label)
 
     def metrics_text(self) -> bytes:
         return self._metrics.text()
@@ -255,12 +256,12 @@ class LiveService:
                 "partners": sorted(record.partners),
                 "state": _state_fields(record.state),
             }
-            for record in self._dispatcher.registry.records()
+            for record in self.dispatcher.registry.records()
         ]
         models = [{"model": s.model, "is_ready": s.is_ready, "missing": s.missing} for s in self.models()]
         router = {
-            "incarnation": f"{self._dispatcher.config.incarnation:x}",
-            "num_open_requests": self._dispatcher.num_open,
+            "incarnation": f"{self.dispatcher.config.incarnation:x}",
+            "num_open_requests": self.dispatcher.num_open,
             "uptime_s": round(time.monotonic() - self._started_s, 1),
         }
         return msgspec.json.encode({"router": router, "models": models, "workers": workers})
@@ -276,7 +277,9 @@ class LiveService:
         self._forget_ended(request_id)
 
     def check_invariants(self) -> None:
-        self._dispatcher.check_invariants()
+        self.dispatcher.check_invariants()
+        if self._server is not None:
+            self._server.check_invariants()
 
     # --- workers -----------------------------------------------------------------------------------------------
 
@@ -294,7 +297,7 @@ class LiveService:
             await channel.close()
             return
         if isinstance(message, RequestCluster):
-            cards = tuple(record.card for record in self._dispatcher.registry.records())
+            cards = tuple(record.card for record in self.dispatcher.registry.records())
             channel.send(AnswerCluster(__version__, cards, is_encrypted=self._keys is not None))
             await channel.close()
             return
@@ -306,8 +309,8 @@ class LiveService:
             self._start(card, channel)
 
     def _drain(self, worker_id: WorkerId) -> AnswerDrain:
-        if self._dispatcher.registry.get(worker_id) is None:
-            known = ", ".join(sorted(record.card.worker_id for record in self._dispatcher.registry.records()))
+        if self.dispatcher.registry.get(worker_id) is None:
+            known = ", ".join(sorted(record.card.worker_id for record in self.dispatcher.registry.records()))
             text = f"no worker {worker_id} is registered here; there is {known or 'none'}"
             return AnswerDrain(Failure(FailureKind.INVALID_REQUEST, text))
         self._handle(DrainAsked(worker_id))
@@ -338,7 +341,7 @@ class LiveService:
         now_s = time.monotonic()
         if self._log is not None:
             self._log.happened(event, now_s)
-        self._act(self._dispatcher.handle(event, now_s), now_s)
+        self._act(self.dispatcher.handle(event, now_s), now_s)
 
     def _act(self, actions: list[DispatchAction], now_s: float) -> None:
         ended: list[RequestId] = []
@@ -378,12 +381,13 @@ class LiveService:
         task.add_done_callback(self._closing.discard)
 
     def _forget_ended(self, request_id: RequestId) -> None:
-        if self._dispatcher.open_request(request_id) is None:
+        if self.dispatcher.open_request(request_id) is None:
             self._streams.pop(request_id, None)
 
 
 def _state_fields(state: WorkerState) -> dict[str, object]:
-    """Counts by name, and what it knows of its links."""
+    """Counts by name, and what it has learned: of its links, and what its steps cost."""
     links = [msgspec.structs.asdict(link) for link in state.links]
     counts = {name: value for name, value in msgspec.structs.asdict(state).items() if isinstance(value, int)}
-    return {**counts, "links": links}
+    costs = dict(zip(StepCosts.__struct_fields__, state.step_costs, strict=False))  # it may be of another release
+    return {**counts, "links": links, "step_costs": costs}

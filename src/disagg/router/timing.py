@@ -70,6 +70,7 @@ class AnswerTiming:
                     marks=tuple(self._marks),
                     model=request.model,
                     tenant=request.tenant,
+                    slo_class=request.slo_class,
                     num_prompt_tokens=len(request.prompt_ids),
                 ),
                 request.num_choices,

@@ -61,6 +61,7 @@ class TraceExport:
             "gen_ai.usage.input_tokens": timeline.num_prompt_tokens,
             "gen_ai.usage.output_tokens": sum(choice.num_output_tokens for choice in timeline.choices),
             "disagg.request_id": timeline.request_id,
+            "disagg.slo_class": timeline.slo_class,
         }
         if len(timeline.choices) == 1:
             attributes |= _attributes(timeline.choices[0])

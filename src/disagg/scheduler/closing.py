@@ -29,7 +29,6 @@ class Closing:
         """This worker's part has ended well."""
         state, source = self._state, sequence.source
         state.move(sequence, SequenceTrigger.FINISHED)
-        state.report_end(sequence)
         if source is not None:
             state.counters.add(HANDOFFS, label="sent")
             state.counters.add(HANDOFF_BYTES, source.hidden_bytes, label="hidden")

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from disagg.core.request import EmittedToken
-from disagg.protocol.messages import EmitTokens, PromptReport, SequenceReport, StageReport
+from disagg.protocol.messages import EmitTokens, PromptReport, StageReport
 from disagg.scheduler.actions import Action, SendToRouter
 
 
@@ -15,7 +15,6 @@ class Outgoing:
         self._tokens: list[EmittedToken] = []
         self._scored: list[EmittedToken] = []  # with log probabilities of a prompt: large
         self._prompts: list[PromptReport] = []
-        self._reports: list[SequenceReport] = []
         self._stages: list[StageReport] = []
 
     def act(self, *actions: Action) -> None:
@@ -30,9 +29,6 @@ class Outgoing:
     def report_prompt(self, report: PromptReport) -> None:
         self._prompts.append(report)
 
-    def report_end(self, report: SequenceReport) -> None:
-        self._reports.append(report)
-
     def report_stages(self, report: StageReport) -> None:
         self._stages.append(report)
 
@@ -41,11 +37,11 @@ class Outgoing:
 
         Only a token with its prompt's log probabilities has one of its own: a message has a largest size.
         """
-        messages = [EmitTokens((token,), (), ()) for token in self._scored]
-        if self._tokens or self._prompts or self._reports or self._stages:
-            reports = tuple(self._prompts), tuple(self._reports), tuple(self._stages)
+        messages = [EmitTokens((token,)) for token in self._scored]
+        if self._tokens or self._prompts or self._stages:
+            reports = tuple(self._prompts), tuple(self._stages)
             messages.insert(0, EmitTokens(tuple(self._tokens), *reports))
         actions = [*map(SendToRouter, messages), *self._actions] if messages else self._actions
-        self._tokens, self._scored, self._prompts, self._reports = [], [], [], []
+        self._tokens, self._scored, self._prompts = [], [], []
         self._stages, self._actions = [], []
         return actions

@@ -185,8 +185,7 @@ class Receiving:
         state.cache.confirm(allocation)
         sequence.blocks = allocation.blocks
         sequence.num_computed = destination.num_tokens
-        sequence.num_received = destination.num_tokens - destination.first_missing_token
-        state.counters.add(PROMPT_TOKENS_RECEIVED, sequence.num_received)
+        state.counters.add(PROMPT_TOKENS_RECEIVED, destination.num_tokens - destination.first_missing_token)
         state.counters.add(HANDOFFS, label="received")
         if sequence.is_in_step:  # a part of its first step is reading its blocks: they stay
             state.cache.commit(sequence.hashes, sequence.blocks, sequence.num_committed)

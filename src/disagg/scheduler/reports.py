@@ -1,6 +1,6 @@
-"""What the router is told of one sequence when this worker has read its prompt, and when its part has ended."""
+"""What the router is told of one sequence when this worker has read its prompt."""
 
-from disagg.protocol.messages import PromptReport, SequenceReport
+from disagg.protocol.messages import PromptReport
 from disagg.scheduler.sequence import Sequence
 
 
@@ -14,19 +14,4 @@ def prompt_report(sequence: Sequence, now_s: float) -> PromptReport:
         handoff_bytes=source.pushed_bytes if source else 0,
         hidden_bytes=source.hidden_bytes if source else 0,
         hidden_s=source.pushing_s(now_s) if source else 0.0,
-    )
-
-
-def sequence_report(sequence: Sequence) -> SequenceReport:
-    """This worker's part has ended well."""
-    source = sequence.source
-    num_read = min(sequence.num_computed, sequence.num_to_read)
-    return SequenceReport(
-        sequence_id=sequence.sequence_id,
-        task=sequence.task,
-        finish_reason=sequence.finish_reason() if sequence.writes_answer else None,
-        num_computed_tokens=num_read - sequence.num_cached - sequence.num_received,
-        num_received_tokens=sequence.num_received,
-        handoff_bytes=source.acknowledged_bytes if source else 0,
-        hidden_bytes=source.hidden_bytes if source else 0,
     )

@@ -43,7 +43,6 @@ class Sequence:
         "num_committed",
         "num_computed",
         "num_expected",
-        "num_received",
         "num_to_read",
         "partial",
         "prompt_logprobs",
@@ -87,7 +86,6 @@ class Sequence:
         self.num_to_read = len(spec.prompt_ids) + len(emitted_ids)
         self.num_computed = 0
         self.num_cached = 0
-        self.num_received = 0
         self.num_committed = 0  # blocks
         self.num_expected = 0  # tokens found in the prefix index when it came: what is cached is known at admission
         self.prompt_logprobs: list[TokenLogprobs] = []  # so far, where they are wanted
@@ -167,10 +165,6 @@ class Sequence:
             arrival=self.arrival,
         )
 
-    @property
-    def writes_answer(self) -> bool:
-        return self.task in (Task.WHOLE, Task.DECODE)
-
     def num_tokens_to_hold(self, headroom: int) -> int:
         """Tokens that need room at the start where its answer is written: what is to be read, and `headroom` more."""
         return min(self.spec.max_total_tokens, self.num_to_read + headroom)
@@ -192,7 +186,7 @@ class Sequence:
         """Preempted: its blocks are gone, all tokens so far are to be read again."""
         self.task = Task.WHOLE
         self.num_to_read = self.num_prompt_tokens + len(self.answer_ids)
-        self.num_computed = self.num_cached = self.num_received = self.num_committed = self.num_expected = 0
+        self.num_computed = self.num_cached = self.num_committed = self.num_expected = 0
         self._work = None
         self.hashes.clear()
         self.destination = None

@@ -23,7 +23,7 @@ from disagg.scheduler.config import SchedulerConfig
 from disagg.scheduler.first_tokens import FirstTokens
 from disagg.scheduler.leases import Leases
 from disagg.scheduler.outgoing import Outgoing
-from disagg.scheduler.reports import prompt_report, sequence_report
+from disagg.scheduler.reports import prompt_report
 from disagg.scheduler.sequence import Sequence
 from disagg.scheduler.sequence_table import SequenceTable
 from disagg.scheduler.stage_clocks import StageClocks
@@ -192,9 +192,6 @@ class SchedulerState:
 
     def report_prompt(self, sequence: Sequence) -> None:
         self._outgoing.report_prompt(prompt_report(sequence, self.now_s))
-
-    def report_end(self, sequence: Sequence) -> None:
-        self._outgoing.report_end(sequence_report(sequence))
 
     def take_actions(self) -> list[Action]:
         """What is to be done since the last call, in order."""

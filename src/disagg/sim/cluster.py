@@ -182,7 +182,6 @@ class SimCluster:
             prompt_ids(request.runs),
             SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0),
             priority=request.priority,
-            slo_class=request.slo_class,
         )
         track = self._track(asked, arrived_s) if self.scenario.max_timelines else None
         try:

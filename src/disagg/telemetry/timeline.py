@@ -97,6 +97,7 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     num_prompt_tokens: int
     choices: tuple[ChoiceTimeline, ...]
+    slo_class: str = "default"
 
 
 class TimelineAnswer(msgspec.Struct, frozen=True):
@@ -115,6 +116,7 @@ def lay_out(track: RequestTrack) -> RequestTimeline:
         model=head.model,
         num_prompt_tokens=head.num_prompt_tokens,
         choices=choices,
+        slo_class=head.slo_class,
     )
 
 

@@ -29,6 +29,7 @@ class Head(msgspec.Struct, frozen=True):
     marks: tuple[tuple[Stage, float], ...] = ()
     model: str = ""
     tenant: str = ""  # who may see it
+    slo_class: str = "default"
     num_prompt_tokens: int = 0
 
 

@@ -346,7 +346,8 @@ class RouterLink:
             with contextlib.suppress(OSError):
                 await channel.close()
             raise
-        _log.info("registered with router %s", self._address)
+        # Names of its requests begin with its incarnation: lines about them say which router's they are.
+        _log.info("registered with router %x at %s", answer.router, self._address)
         return self._attach(channel)
 
     def _attach(self, channel: Channel[RouterToWorker]) -> asyncio.Future[str]:

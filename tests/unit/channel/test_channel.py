@@ -36,7 +36,7 @@ async def test_messages_come_in_order_in_both_directions_and_beats_stay_inside()
             one.send(renewal(number))
             other.send(renewal(100 + number))
             if number % 10 == 0:
-                one.send(Beat(number, 2.5))
+                one.send(Beat(2.5))
                 await asyncio.sleep(0)
         await heard_other.wait(num_messages=50)
         await heard_one.wait(num_messages=50)

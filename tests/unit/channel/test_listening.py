@@ -92,8 +92,8 @@ async def test_one_connection_too_many_is_closed_at_once_and_counted() -> None:
     async with door(max_connections=2) as (made, listener):
         kept = [await dial(listener.address, DECODER, timeout_s=DEADLINE_S) for _ in range(2)]
         for channel in kept:
-            channel.send(Beat(1, 1.0))
-            assert await made.next() == Beat(1, 1.0)
+            channel.send(Beat(1.0))
+            assert await made.next() == Beat(1.0)
         reader, writer = await connect(listener)
         assert await is_closed(reader)
         writer.transport.abort()
@@ -101,8 +101,8 @@ async def test_one_connection_too_many_is_closed_at_once_and_counted() -> None:
         await kept[0].close()
         await made.channels[0].close()
         again = await dial(listener.address, DECODER, timeout_s=DEADLINE_S)
-        again.send(Beat(2, 1.0))
-        assert await made.next() == Beat(2, 1.0)
+        again.send(Beat(2.0))
+        assert await made.next() == Beat(2.0)
         for channel in (kept[1], again):
             await channel.close()
 
@@ -113,9 +113,9 @@ async def test_the_oldest_stranger_makes_room_for_the_next() -> None:
         assert await is_closed(strangers[0][0])
         assert listener.num_strangers == 2
         assert listener.refused.counts() == {Refusal.FULL: 1}
-        payload = msgspec.msgpack.encode(Beat(3, 1.0))
+        payload = msgspec.msgpack.encode(Beat(3.0))
         strangers[1][1].write(frame(payload))
-        assert await made.next() == Beat(3, 1.0)
+        assert await made.next() == Beat(3.0)
         for _, writer in strangers:
             writer.transport.abort()
 
@@ -143,11 +143,11 @@ async def test_whoever_stops_inside_the_tls_handshake_is_let_go(keys: Keys, monk
 async def test_under_tls_messages_pass_and_plain_ones_do_not(keys: Keys) -> None:
     async with door(keys.accepting) as (made, listener):
         channel = await dial(listener.address, DECODER, timeout_s=DEADLINE_S, tls=keys.dialling)
-        channel.send(Beat(4, 1.0))
-        assert await made.next() == Beat(4, 1.0)
+        channel.send(Beat(4.0))
+        assert await made.next() == Beat(4.0)
         await channel.close()
         plain = await dial(listener.address, DECODER, timeout_s=DEADLINE_S)
-        plain.send(Beat(5, 1.0))
+        plain.send(Beat(5.0))
         with pytest.raises(PeerLost):
             await plain.receive(DEADLINE_S)
         await plain.close()

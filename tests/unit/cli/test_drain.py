@@ -82,7 +82,7 @@ REFUSAL = AnswerDrain(Failure(FailureKind.INVALID_REQUEST, "no worker x is regis
     ("answer", "said"),
     [
         (frame(REFUSAL), "disagg: no worker x is registered here; there is d0"),
-        (frame(Beat(1, 2.5)), "answered with Beat"),
+        (frame(Beat(2.5)), "answered with Beat"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "name it with --router-address"),  # the port next to it
         (b"", "its connection ended; name it with --router-address"),
     ],

@@ -115,7 +115,7 @@ def test_roles_share_out_the_tasks() -> None:
     assert Task.DECODE not in ROLE_TASKS[Role.PREFILL]
     assert Task.WHOLE not in ROLE_TASKS[Role.PREFILL]
     assert Task.PREFILL not in ROLE_TASKS[Role.DECODE]
-    assert ROLE_TASKS[Role.MIXED] == set(Task)
+    assert ROLE_TASKS[Role.MIXED] == {Task.WHOLE}
 
 
 def test_the_error_tree_is_the_one_in_the_docstring() -> None:

@@ -22,7 +22,7 @@ class Entrance:
 
     def __init__(self) -> None:
         config = DispatcherConfig(ROUTER, {MODEL: "tok"}, max_open_requests=2, max_claimed_share=3.0)
-        self.registry = Registry(config.tokenizer_digests)
+        self.registry = Registry(config.tokenizer_digests, config.protocols)
         self.counters = Counters()
         self.now_s = 1000.0
         self.gate = Gate(config, self.registry, self.counters)

@@ -26,7 +26,7 @@ def submit(desk: Desk, num_choices: int = 1, max_tokens: int = 4) -> tuple[Reque
 def say(desk: Desk, name: str, request_id: RequestId, position: int, *stages: StageTime, attempt: int = 1) -> None:
     sequence_id = SequenceId(request_id, 0)
     report = StageReport(HandoffId(sequence_id, attempt), position, stages)
-    desk.hear(name, EmitTokens((EmittedToken(sequence_id, position, 9),), (), (), (report,)))
+    desk.hear(name, EmitTokens((EmittedToken(sequence_id, position, 9),), (), (report,)))
 
 
 def test_a_remote_request_from_end_to_end() -> None:

@@ -7,10 +7,17 @@ from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.errors import FailureKind
 from disagg.core.formats import KvWire
 from disagg.core.ids import Incarnation, WorkerId
-from disagg.core.roles import Numerics, Role
+from disagg.core.roles import ROLE_TASKS, Numerics, Role, Task
 from disagg.core.spans import KvLayout
 from disagg.protocol.cards import PoolCard, WorkerCard
-from disagg.protocol.pairing import card_flaw, common_kinds, endpoints_over, is_handoff_pair, pairing_failure
+from disagg.protocol.pairing import (
+    HANDOFF_ROLES,
+    card_flaw,
+    common_kinds,
+    endpoints_over,
+    is_handoff_pair,
+    pairing_failure,
+)
 
 replace = msgspec.structs.replace
 TCP = Endpoint(TransportKind.TCP, "127.0.0.1:9")
@@ -122,6 +129,12 @@ def test_without_a_common_transport_both_offers_are_named() -> None:
     assert failure is not None
     assert "transports offered tcp is not in_process" in failure.message
     assert pairing_failure(card("pre-a", endpoints=()), card("dec-b", endpoints=())) is not None
+
+
+def test_tasks_of_a_hand_off_are_those_of_the_two_roles_that_hand_over() -> None:
+    for role, tasks in ROLE_TASKS.items():
+        assert (Task.PREFILL in tasks) is any(source is role for source, _ in HANDOFF_ROLES)
+        assert (Task.DECODE in tasks) is any(target is role for _, target in HANDOFF_ROLES)
 
 
 def test_common_transports_are_written_to_at_the_destination() -> None:

@@ -134,6 +134,17 @@ async def test_a_key_shows_its_own_requests_only(make_site: MakeSite) -> None:
     assert (await site.client.get("/timeline")).status_code == 401
 
 
+async def test_each_names_the_slo_class_that_its_request_is_measured_under(make_site: MakeSite) -> None:
+    key = AccessKey(key="sk-0123456-a", name="a", slo_class="chat", slo_classes=("batch",))
+    site = make_site(lambda request: Script(WORDS), access=Access([key]), timing=Timing(9, lambda: 1e9))
+    own = {"Authorization": f"Bearer {key.key}"}
+    asked: list[dict[str, str]] = [{}, {"X-SLO-Class": "batch"}]
+    for headers in asked:
+        assert (await ask(site, headers={**own, **headers})).status_code == 200
+    kept = (await site.client.get("/timeline", headers=own)).json()["timelines"]
+    assert [timeline["slo_class"] for timeline in kept] == ["batch", "chat"]  # newest first
+
+
 WEATHER = {"type": "function", "function": {"name": "weather"}}
 
 

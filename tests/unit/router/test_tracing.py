@@ -102,7 +102,7 @@ def test_what_the_client_does_not_sample_is_not_sent(collected: Collected) -> No
 
 
 def test_choices_have_spans_of_their_own_and_failures_are_errors(collected: Collected) -> None:
-    track = RequestTrack(Head(100.0), 2)
+    track = RequestTrack(Head(100.0, slo_class="batch"), 2)
     track.name = "1-1"
     track.choices[0].end("finished", 3, 101.0)
     track.choices[1].end("failed", 0, 102.0)
@@ -111,6 +111,7 @@ def test_choices_have_spans_of_their_own_and_failures_are_errors(collected: Coll
     choices = [*by_name(collected, "choice 0"), *by_name(collected, "choice 1")]
     assert [span.parent.span_id for span in choices] == [root.context.span_id] * 2
     assert [span.end_time - span.start_time for span in choices] == [10**9, 2 * 10**9]
+    assert root.attributes["disagg.slo_class"] == "batch"
     assert not root.status.is_ok
     assert root.end_time == choices[1].end_time
 

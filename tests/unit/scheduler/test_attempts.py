@@ -19,7 +19,7 @@ from tests.unit.scheduler.rigs import (
 
 from disagg.core.errors import FailureKind
 from disagg.core.ids import SequenceId
-from disagg.core.request import EmittedToken, FinishReason, SamplingParams, SequenceSpec
+from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
 from disagg.core.roles import Role, Task
 from disagg.core.spans import Span
 from disagg.protocol.messages import (
@@ -62,7 +62,7 @@ def test_known_tokens_of_the_answer_are_read_like_the_prompt() -> None:
     (row,) = solo.plan.rows
     assert (row.position, row.token_ids, row.output_position) == (12, (72,), 3)
     (message,) = emitted(solo.finish_step(73))
-    assert message.reports[0].finish_reason is FinishReason.LENGTH
+    assert message.tokens == (EmittedToken(sequence_id(0), 3, 73),)
     assert solo.scheduler.is_idle
 
 

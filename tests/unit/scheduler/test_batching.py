@@ -5,14 +5,14 @@ from tests.unit.scheduler.rigs import Solo, emitted, of, sequence_id
 
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import StepId
-from disagg.core.request import FinishReason, SamplingParams, SequenceSpec
+from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
 from disagg.core.roles import Role, Task
 from disagg.policy.batching import StepBudget
-from disagg.protocol.messages import EmitTokens, SequenceReport
+from disagg.protocol.messages import EmitTokens
 from disagg.scheduler import events
 from disagg.scheduler.actions import RunStep
 from disagg.scheduler.engine import StepPlan, StepResult
-from disagg.telemetry.metrics import BLOCKS_EVICTED, OUTPUT_TOKENS, PROMPT_TOKENS_COMPUTED, STEPS
+from disagg.telemetry.metrics import BLOCKS_EVICTED, OUTPUT_TOKENS, PROMPT_TOKENS_COMPUTED, SEQUENCES, STEPS
 
 
 def prompt(start: int, length: int) -> tuple[int, ...]:
@@ -37,13 +37,13 @@ def test_a_sequence_runs_from_prompt_to_last_token() -> None:
     assert solo.num_used == 0
 
 
-def test_the_last_message_carries_token_and_report() -> None:
+def test_one_message_carries_token_and_report() -> None:
     solo = Solo(Role.DECODE)
     solo.start(0, Task.WHOLE, prompt(0, 6), max_tokens=1)
     (message,) = emitted(solo.finish_step())
     assert [token.position for token in message.tokens] == [0]
     assert message.prompts[0].num_computed_tokens == 6
-    assert message.reports == (SequenceReport(sequence_id(0), Task.WHOLE, FinishReason.LENGTH, num_computed_tokens=6),)
+    assert solo.scheduler.counters.get(SEQUENCES, "finished") == 1
 
 
 def test_a_stop_token_ends_it_early() -> None:
@@ -51,7 +51,7 @@ def test_a_stop_token_ends_it_early() -> None:
     solo.start_spec(SequenceSpec(sequence_id(0), (1, 2), SamplingParams(9, stop_token_ids=(50,))), Task.WHOLE)
     solo.finish_step(7)
     (message,) = emitted(solo.finish_step(50))
-    assert message.reports[0].finish_reason is FinishReason.STOP
+    assert [token.token_id for token in message.tokens] == [50]
     assert solo.scheduler.is_idle
 
 
@@ -196,16 +196,20 @@ def kind_of(plan: StepPlan) -> str:
     return "both" if len(kinds) == 2 else kinds.pop()
 
 
-def two_streams(sure_token_id: int | None, max_tokens: int = 20) -> Solo:
+NUM_TOKENS = 20
+
+
+def two_streams(sure_token_id: int | None) -> Solo:
     solo = Solo(Role.DECODE, answer_headroom=1, sure_token_id=sure_token_id)
     for number, length in enumerate((3, 8)):  # they fill their blocks at the same time
-        solo.start(number, Task.WHOLE, prompt(20 * number, length), max_tokens)
+        solo.start(number, Task.WHOLE, prompt(20 * number, length), NUM_TOKENS)
     return solo
 
 
-def ends(solo: Solo) -> list[SequenceReport]:
-    """What the router hears of sequences that have ended."""
-    return [report for message in solo.reports if isinstance(message, EmitTokens) for report in message.reports]
+def ends(solo: Solo) -> list[EmittedToken]:
+    """The last tokens of two_streams(), as the router hears of them."""
+    told = [token for message in solo.reports if isinstance(message, EmitTokens) for token in message.tokens]
+    return [token for token in told if token.position + 1 == NUM_TOKENS]
 
 
 def until_all_stand(solo: Solo) -> StepPlan:

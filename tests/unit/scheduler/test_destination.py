@@ -6,7 +6,7 @@ from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, duo, emitted
 
 from disagg.core.errors import FailureKind
 from disagg.core.ids import Fence, Incarnation, WorkerId
-from disagg.core.request import EmittedToken, FinishReason
+from disagg.core.request import EmittedToken
 from disagg.core.roles import Role, Task
 from disagg.core.spans import Span
 from disagg.policy.batching import StepBudget
@@ -14,7 +14,7 @@ from disagg.protocol.handoff import decode_grant_key
 from disagg.protocol.messages import AnswerReservation, CancelHandoff, FinishPrefill, RequestReservation, TakeHandoff
 from disagg.scheduler import events
 from disagg.scheduler.actions import Action, OpenGrant, RevokeGrant, RunStep, SendToPeer
-from disagg.telemetry.metrics import LANDINGS_REJECTED, RESERVATIONS_REFUSED
+from disagg.telemetry.metrics import LANDINGS_REJECTED, PROMPT_TOKENS_RECEIVED, RESERVATIONS_REFUSED
 
 PROMPT = tuple(range(10))
 TOKEN = EmittedToken(sequence_id(0), 0, 42)
@@ -166,8 +166,8 @@ def test_an_answer_of_one_token_ends_with_the_hand_off() -> None:
     solo.hear(finish())
     actions = solo.handle(events.GrantFenced(handoff(0)))
     (message,) = emitted(actions)
-    assert message.reports[0].finish_reason is FinishReason.LENGTH
-    assert message.reports[0].num_received_tokens == 10
+    assert message.tokens == (TOKEN,)
+    assert solo.scheduler.counters.get(PROMPT_TOKENS_RECEIVED) == 10
     assert solo.scheduler.is_idle
     assert solo.state.num_cached_blocks == 2
 

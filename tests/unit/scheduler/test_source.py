@@ -6,9 +6,9 @@ from tests.unit.scheduler.rigs import (
     PEER,
     PEER_INCARNATION,
     Solo,
+    emitted,
     handoff,
     of,
-    sequence_id,
     to_peer,
 )
 
@@ -22,13 +22,12 @@ from disagg.protocol.messages import (
     FinishPrefill,
     LinkState,
     RequestReservation,
-    SequenceReport,
     TakeHandoff,
 )
 from disagg.scheduler import events
 from disagg.scheduler.actions import Action, PushSpan, RunStep, StopPushes
 from disagg.scheduler.sending import UNKNOWN_GRACE_S
-from disagg.telemetry.metrics import HANDOFFS, PUSH_RETRIES
+from disagg.telemetry.metrics import HANDOFF_BYTES, HANDOFFS, PUSH_RETRIES, SEQUENCES
 
 PROMPT = tuple(range(10))
 
@@ -239,7 +238,7 @@ def test_the_first_token_goes_to_router_and_peer_and_the_report_says_what_was_hi
     solo.layers(1)
     acknowledge(solo, 0)
     actions = solo.finish_step(42)
-    (finish,) = to_peer(FinishPrefill, actions)
+    (told,), (finish,) = emitted(actions), to_peer(FinishPrefill, actions)
     assert finish.first_token is not None
     assert (finish.first_token.token_id, finish.first_token.position) == (42, 0)
     assert solo.num_used == 3
@@ -247,11 +246,11 @@ def test_the_first_token_goes_to_router_and_peer_and_the_report_says_what_was_hi
     assert solo.num_used == 3  # verified, and still kept until the peer has taken it
     solo.hear(TakeHandoff(handoff(0), solo.fence()))
     assert (solo.num_used, solo.scheduler.is_idle) == (0, True)
-    report = solo.reports[-1].reports[0]  # type: ignore[union-attr]
-    layer = 10 * LAYER_TOKEN_BYTES
-    assert report == SequenceReport(
-        sequence_id(0), Task.PREFILL, num_computed_tokens=10, handoff_bytes=3 * layer, hidden_bytes=layer
-    )
+    layer, counters = 10 * LAYER_TOKEN_BYTES, solo.scheduler.counters
+    (report,) = told.prompts
+    assert (report.num_computed_tokens, report.handoff_bytes, report.hidden_bytes) == (10, 3 * layer, layer)
+    counted = [counters.get(HANDOFF_BYTES, label) for label in ("hidden", "visible")]
+    assert (counted, counters.get(SEQUENCES, "finished")) == ([layer, 2 * layer], 1)
 
 
 def test_taken_can_overtake_the_last_acknowledgement() -> None:

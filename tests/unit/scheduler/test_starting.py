@@ -47,7 +47,14 @@ def spec(prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 3) -> SequenceSp
 
 
 @pytest.mark.parametrize(
-    ("role", "task"), [(Role.PREFILL, Task.WHOLE), (Role.PREFILL, Task.DECODE), (Role.DECODE, Task.PREFILL)]
+    ("role", "task"),
+    [
+        (Role.PREFILL, Task.WHOLE),
+        (Role.PREFILL, Task.DECODE),
+        (Role.DECODE, Task.PREFILL),
+        (Role.MIXED, Task.PREFILL),
+        (Role.MIXED, Task.DECODE),
+    ],
 )
 def test_a_task_of_another_role_is_refused(role: Role, task: Task) -> None:
     solo = Solo(role)
@@ -125,7 +132,7 @@ def test_late_messages_of_an_ended_sequence_are_ignored() -> None:
     for message in (
         TakeHandoff(handoff(0), fence),
         CancelHandoff(handoff(0), fence, Failure(FailureKind.CANCELLED, "")),
-        Beat(1, 2.5),
+        Beat(2.5),
         RequestPairing(card(PEER, PEER_INCARNATION, Role.DECODE)),
     ):
         assert solo.hear(message) == []
@@ -163,7 +170,7 @@ def test_events_about_nothing_known_are_ignored(event: events.Event) -> None:
 
 def test_messages_of_the_router_that_are_not_for_a_scheduler_are_ignored() -> None:
     solo = Solo(Role.DECODE)
-    for message in (AbortSequence(sequence_id(9), 1, "late"), AnnouncePeers(()), Beat(1, 2.5)):
+    for message in (AbortSequence(sequence_id(9), 1, "late"), AnnouncePeers(()), Beat(2.5)):
         assert solo.handle(events.RouterMessageReceived(message)) == []
         assert solo.ignored(type(message).__name__) == 1
 

@@ -62,7 +62,7 @@ async def live_run(path: Path) -> None:
             streams = [served.submit(asked(number)) for number in range(12)]
             with pytest.raises(DisaggError):
                 served.submit(asked(99))
-        await until(lambda: len(served._dispatcher.registry.records()) == 3)
+        await until(lambda: len(served.dispatcher.registry.records()) == 3)
         reads = await asyncio.gather(*(read(stream) for stream in streams))
         assert all(reads)
         later = [served.submit(asked(number)) for number in range(12, 18)]

@@ -8,7 +8,7 @@ from typing import Any
 from disagg.channel.channel import Channel
 from disagg.core.errors import Failure, PeerLost
 from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
-from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec
+from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec, finish_reason
 from disagg.core.roles import Numerics, Role, Task
 from disagg.core.spans import KvLayout
 from disagg.protocol.cards import PoolCard
@@ -17,7 +17,6 @@ from disagg.protocol.messages import (
     EmitTokens,
     ReportFailure,
     ReportPairing,
-    SequenceReport,
     StartSequence,
     WorkerToRouter,
 )
@@ -55,6 +54,7 @@ class Site:
             keys=keys,
         )
         self.told: list[WorkerToRouter] = []
+        self._asked: dict[int, SamplingParams] = {}
         self._changed = asyncio.Event()
 
     async def open(self) -> None:
@@ -72,6 +72,7 @@ class Site:
         self._changed.set()
 
     def start(self, number: int, task: Task, peer: "Site", prompt: tuple[int, ...], sampling: SamplingParams) -> None:
+        self._asked[number] = sampling
         spec = SequenceSpec(sequence_id(number), prompt, sampling)
         card = peer.peers.card
         message = StartSequence(spec, task, 1, (), card.worker_id, card.incarnation)
@@ -86,9 +87,10 @@ class Site:
         messages = [message for message in self.told if isinstance(message, EmitTokens)]
         return [t for message in messages for t in message.tokens if t.sequence_id == sequence_id(number)]
 
-    def reports(self, number: int) -> list[SequenceReport]:
-        messages = [message for message in self.told if isinstance(message, EmitTokens)]
-        return [r for message in messages for r in message.reports if r.sequence_id == sequence_id(number)]
+    def has_answered(self, number: int) -> bool:
+        """Whether the last token of an answer, asked for with start(), has been told."""
+        tokens = self.tokens(number)
+        return bool(tokens) and finish_reason(self._asked[number], tokens[-1].token_id, len(tokens)) is not None
 
     @property
     def failures(self) -> list[ReportFailure]:

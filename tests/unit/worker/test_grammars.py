@@ -32,7 +32,7 @@ async def test_a_grammar_goes_with_its_sequence() -> None:
         await meet(source, target)
         target.start(0, Task.DECODE, source, PROMPT, sampling())
         source.start(0, Task.PREFILL, target, PROMPT, sampling())
-        await target.until(lambda: bool(target.reports(0) or target.failures or source.failures))
+        await target.until(lambda: bool(target.has_answered(0) or target.failures or source.failures))
         expected = expected_tokens(layout(), sequence_id(0), PROMPT, sampling())
         assert [token.token_id for token in target.tokens(0)] == expected
         await source.settled()
@@ -65,10 +65,10 @@ async def test_a_grammar_that_takes_its_time_holds_up_nobody_else(monkeypatch: p
         monkeypatch.setattr(worker.engine, "prepare_grammar", prepare)
         worker.worker.handle(alone(0, sampling()))
         worker.worker.handle(alone(1, SamplingParams(max_tokens=8, seed=3)))
-        await worker.until(lambda: bool(worker.reports(1)))
+        await worker.until(lambda: len(worker.tokens(1)) == 8)
         assert not worker.tokens(0)
         is_ready.set()
-        await worker.until(lambda: bool(worker.reports(0)))
+        await worker.until(lambda: len(worker.tokens(0)) == 8)
         assert [t.token_id for t in worker.tokens(0)] == expected_tokens(layout(), sequence_id(0), PROMPT, sampling())
         await worker.settled()
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -50,7 +51,8 @@ async def no_socket_left() -> AsyncIterator[None]:
 # --- real workers ------------------------------------------------------------------------------------------------
 
 
-async def test_two_workers_register_pair_and_answer() -> None:
+async def test_two_workers_register_pair_and_answer(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "disagg.worker.links")
     async with service() as (served, address), site("p", Role.PREFILL) as one, site("d", Role.DECODE) as other:
         assert served.models()[0].missing == "no worker has registered"
         async with linked(one, address), linked(other, address):
@@ -62,6 +64,8 @@ async def test_two_workers_register_pair_and_answer() -> None:
             expected = expected_tokens(layout(), SequenceId(stream.request_id, 0), request.prompt_ids, request.sampling)
             assert ids == expected
             assert answers[-1].finish_reason is FinishReason.LENGTH
+            whose = str(stream.request_id).partition("-")[0]  # what names of its requests begin with
+            assert caplog.messages.count(f"registered with router {whose} at {address}") == 2
             await one.settled()
             await other.settled()
             cluster = json.loads(served.cluster_json())
@@ -216,6 +220,22 @@ async def test_a_reader_that_leaves_has_its_sequences_aborted(how: str) -> None:
         assert aborted.sequence_id == SequenceId(stream.request_id, 0)
         assert await read(stream) == []
         assert served._streams == {}
+        await channel.close()
+
+
+async def test_what_a_worker_has_learned_is_shown_by_name() -> None:
+    """Also of one whose steps cost something that this router has no name for."""
+    async with service() as (served, address):
+        channel, _ = await register(address, mixed_card())
+        channel.send(ReportState(WorkerState(num_free_blocks=3, step_costs=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0))))
+
+        def state() -> dict[str, Any]:
+            (worker,) = json.loads(served.cluster_json())["workers"]
+            return dict(worker["state"])
+
+        await until(lambda: state()["num_free_blocks"] == 3)
+        costs = {"base_s": 1.0, "prompt_token_s": 2.0, "prompt_pair_s": 3.0, "stream_s": 4.0, "context_token_s": 5.0}
+        assert state()["step_costs"] == costs
         await channel.close()
 
 
