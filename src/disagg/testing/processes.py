@@ -87,7 +87,7 @@ def listening_sockets(pids: Sequence[int]) -> dict[int, int]:
 
 
 def shared_memory_names(pids: Sequence[int]) -> set[str]:
-    """Entries of /dev/shm that are named after one of these processes. Others may be those of whoever runs beside us."""
+    """Entries of /dev/shm that are named after one of these processes. Others may be those of whoever runs beside."""
     if not SHARED_MEMORY.is_dir():
         return set()
     numbers = {str(pid) for pid in pids}
