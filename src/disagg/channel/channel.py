@@ -39,6 +39,7 @@ DEFAULT_BEAT_INTERVAL_S = 2.5
 MAX_SILENT_BEATS = 2  # any message counts as one
 MAX_BEAT_INTERVAL_S = 60.0  # that a peer may claim
 MIN_SLEEP_S = 1e-3
+LOOKS_PER_BEAT = 4  # so exactly is known for how long this side stood still
 
 M = TypeVar("M")
 
@@ -185,7 +186,7 @@ class Channel(Generic[M]):
             if now_s >= lost_s:
                 silent_s = now_s - self._last_heard_s
                 self._lose(f"it has been silent for {silent_s:.1f} s, the limit is {patience_s:g} s")
-            wake_s = max(min(next_beat_s, lost_s), now_s + MIN_SLEEP_S)
+            wake_s = max(min(next_beat_s, lost_s, now_s + interval_s / LOOKS_PER_BEAT), now_s + MIN_SLEEP_S)
             await asyncio.sleep(wake_s - now_s)
             # While this loop stood still nobody could be heard, and where all of the machine did nobody could speak.
             woken_s = time.monotonic()
