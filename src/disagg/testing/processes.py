@@ -27,7 +27,7 @@ from disagg.core.errors import InternalFault
 MARK = "DISAGG_TEST_MARK"
 FIRST_POLL_S, MAX_POLL_S = 0.005, 0.05
 END_TIMEOUT_S = 60.0  # of a process that has been told to end: only one that hangs takes longer, on a busy machine too
-OUTPUT_TIMEOUT_S = 20.0  # for the last lines of a process that has ended
+OUTPUT_TIMEOUT_S = 5.0  # where others keep the output of a process open
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
 _URL = re.compile(r"https?://[\w.\[\]:]+?:\d+")
@@ -172,7 +172,7 @@ class MarkedProcess:
         finally:
             self._kill_family()
             self._lifeline.close()
-            self._reader.join(OUTPUT_TIMEOUT_S)
+            self._hear_out()
             assert self._process.stdout is not None
             self._process.stdout.close()
             self._folder.cleanup()
@@ -218,7 +218,7 @@ class MarkedProcess:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise InternalFault(f"the process did not end within {timeout_s:g} s; its output: {self.output}") from None
-        self._reader.join(OUTPUT_TIMEOUT_S)
+        self._hear_out()
         return code
 
     def send_signal(self, number: int) -> None:
@@ -245,6 +245,12 @@ class MarkedProcess:
                 os.kill(pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait(30.0)
+
+    def _hear_out(self) -> None:
+        """Until the last line of the ended process is here. Who of its family outlives it may keep its output open."""
+        self._reader.join(OUTPUT_TIMEOUT_S)
+        if self._reader.is_alive() and not self.family():
+            self._reader.join(END_TIMEOUT_S)
 
     def _read(self, stream: IO[bytes]) -> None:
         for line in stream:
