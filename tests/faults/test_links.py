@@ -70,6 +70,7 @@ def plan_of(model: Path, sizes: PoolSizes, num_blocks: int | None = None) -> Any
         num_blocks=num_blocks,
         chunk_tokens=8,
         beat_interval_s=BEAT_INTERVAL_S,
+        probe_s=0.0,  # what is broken or damaged on the way is to be a push
     )
     return plan_local(router, template, sizes)
 
