@@ -144,7 +144,7 @@ def noted(service: LiveService) -> set[int]:
         let_in.add(len(request.prompt_ids))
         return submit(request, *more, **named)
 
-    service.submit = noting  # type: ignore[method-assign,assignment]
+    service.submit = noting  # type: ignore[method-assign]
     return let_in
 
 
