@@ -16,7 +16,6 @@ from tests.e2e.cluster import MAX_TRIES, SMALL, Front, completion, standing_stil
 from disagg.telemetry import metrics as table
 from disagg.testing.processes import Serve, wait_until
 
-
 pytestmark = pytest.mark.timeout(300)
 TIMEOUT_S = 60.0
 
@@ -86,6 +85,7 @@ def test_b3_client_closes_its_socket_anywhere_and_no_block_is_kept(serve: Serve,
     writer = serve.pid_of("decode-0")
     salt = 3 + LEAVES.index(how)
     prompt = [salt, *(3 + index % 300 for index in range(400))]
+    seen = front.readings()
     for _ in range(MAX_TRIES):
         before = front.readings()
         with contextlib.ExitStack() as still:

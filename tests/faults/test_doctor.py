@@ -90,8 +90,6 @@ def test_unlike_workers_are_named_with_both_values() -> None:
     assert "protocol range 1..1 is not 2..2" in finding
 
 
-
-
 @pytest.mark.parametrize(("seen_s", "found_s"), [((0.2,), 0.2), ((-3.0, -0.1), -0.1), ((-3.0, -2.0, -4.0), -2.0)])
 async def test_an_answer_that_was_late_is_no_late_clock(
     monkeypatch: pytest.MonkeyPatch, seen_s: tuple[float, ...], found_s: float
@@ -107,6 +105,8 @@ async def test_an_answer_that_was_late_is_no_late_clock(
     assert found.clock_skew_s == found_s
     assert list(looks) == []
     assert len(judge(report(found))) == (found_s < -1.0)
+
+
 def test_only_far_too_slow_is_slow() -> None:
     assert slowness(0.0, 1e9) == ""  # not measured
     assert slowness(1e8, 1e9) == ""

@@ -139,7 +139,10 @@ def test_a_burst_on_a_full_block_pool(tiny: Path) -> None:
     prompts = [[rng.randrange(3, VOCAB_SIZE - 100) for _ in range(20)] for _ in range(5)]
     bodies = [completion(MODEL, prompt, 120, temperature=0.8, seed=7) for prompt in prompts]
     pools = ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0", "--num-blocks", "24")
-    with Serve((str(tiny), *pools, *PATIENT, "--num-threads", "1")) as serve, Front(serve.url, timeout_s=120.0) as front:
+    with (
+        Serve((str(tiny), *pools, *PATIENT, "--num-threads", "1")) as serve,
+        Front(serve.url, timeout_s=120.0) as front,
+    ):
         expected = [answer(front, body) for body in bodies]
         assert front.readings().total(table.PREEMPTIONS) == 0
         with ThreadPoolExecutor(len(bodies)) as threads:

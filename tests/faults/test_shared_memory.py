@@ -4,13 +4,13 @@ The cluster's own answers are the reference: the same prompts are asked again wh
 let go on, again and again. Afterwards every block is free or cached on every worker.
 """
 
+import contextlib
 import random
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-import contextlib
 from pathlib import Path
 
 import pytest
