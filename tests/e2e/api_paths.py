@@ -16,6 +16,8 @@ MODEL = "tiny-llama"
 MARKS = ("<think>", "</think>", "<tool_call>")  # each one token of the model with a long context
 MAX_OPEN = 24  # requests at once, of that model
 START_TIMEOUT_S = 240.0  # a dozen processes at once
+# Who stands still for a while is not lost, and whatever comes back in time does so without the end of a lease.
+PATIENT = ("--beat-interval-s", "10", "--lease-s", "300")
 # "local": the decode worker reads every prompt itself.
 PATHS: Mapping[str, tuple[str, ...]] = {
     "mixed": ("--mixed", "1"),
@@ -85,7 +87,7 @@ def completion(prompt: object, **more: Any) -> Json:
 def all_paths(model: Path, *more: str) -> Iterator[Paths]:
     """Every deployment, ready, with `more` said to each of them; gone afterwards."""
     serves = {
-        name: Serve((str(model), *pools, *SMALL, *more), ready_timeout_s=START_TIMEOUT_S)
+        name: Serve((str(model), *pools, *SMALL, *PATIENT, *more), ready_timeout_s=START_TIMEOUT_S)
         for name, pools in PATHS.items()
     }
     with ExitStack() as stack:

@@ -1,6 +1,7 @@
 """What tests of real processes share: a router's front as a client sees it, its counters, and processes one by one."""
 
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,10 +21,11 @@ from disagg.telemetry import metrics as table
 from disagg.telemetry.metrics import Metric
 from disagg.testing.processes import MarkedProcess, wait_until
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 60.0
 SMALL = ("--kv-memory", "8M", "--num-threads", "1")  # plenty for tiny models
 FAST_BEATS = ("--beat-interval-s", "2.5")
+MAX_TRIES = 5  # at an answer that is to be caught in the middle
 
 
 class Readings(NamedTuple):
@@ -46,6 +48,13 @@ class Answer(NamedTuple):
     tokens: tuple[str, ...]  # as the API spells them
     text: str
     finish_reason: str
+
+
+class Caught(NamedTuple):
+    """A stream whose writer stands still in the middle of it."""
+
+    response: httpx.Response
+    lines: Iterator[str]  # that were not read yet
 
 
 class Front:
@@ -194,3 +203,22 @@ def standing_still(*pids: int) -> Iterator[None]:
         yield
     finally:
         go_on(*pids)
+
+
+@contextlib.contextmanager
+def caught(front: Front, body: Mapping[str, Any], writers: Sequence[int], num_events: int = 1) -> Iterator[Caught]:
+    """Ask for a stream, read its first events, and stop these processes, who write it.
+
+    An answer that is over by then proves nothing: whoever reads may have had to wait for its turn. It is asked again.
+    """
+    for _ in range(MAX_TRIES):
+        with front.client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            for line in itertools.islice(filter(None, lines), num_events):
+                assert line.startswith("data: "), line
+            with standing_still(*writers):
+                # What they had written before is with the router by the second look.
+                if all(front.cluster().router.num_open_requests for _ in range(2)):
+                    yield Caught(response, lines)
+                    return
+    raise InternalFault(f"{MAX_TRIES} answers were over before their writers stood still")

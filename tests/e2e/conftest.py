@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from tests.e2e.api_paths import MARKS, MAX_OPEN, MODEL, Paths, all_paths
-from tests.e2e.cluster import FAST_BEATS
 
 from disagg.testing.model_files import write_tiny_llama
 
@@ -29,6 +28,6 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def long_paths(long_model: Path) -> Iterator[Paths]:
     """Every path of a model that thinks and calls, and lets few in at once."""
-    more = ("--reasoning-parser", "think", "--max-open-requests", str(MAX_OPEN), *FAST_BEATS)
+    more = ("--reasoning-parser", "think", "--max-open-requests", str(MAX_OPEN))
     with all_paths(long_model, *more) as made:
         yield made

@@ -81,8 +81,8 @@ async def live(client: httpx.AsyncClient, script: Script) -> tuple[str, ...] | N
     return tuple(tokens)
 
 
-async def live_all(url: str, scripts: list[Script]) -> list[tuple[str, ...] | None]:
-    gate = asyncio.Semaphore(NUM_AT_ONCE)
+async def live_all(url: str, scripts: list[Script], num_at_once: int = NUM_AT_ONCE) -> list[tuple[str, ...] | None]:
+    gate = asyncio.Semaphore(num_at_once)
 
     async def one(client: httpx.AsyncClient, script: Script) -> tuple[str, ...] | None:
         async with gate:
@@ -104,6 +104,7 @@ def test_clients_that_go_away_cost_nothing(tiny_llama: Path) -> None:
         before = front.readings()
         answers = asyncio.run(live_all(serve.url, scripts))
         check_answers(scripts, answers)
+        front.wait_idle(2)  # what is on its way to the router has come, too
         placed = front.readings().since(before).total(table.PLACEMENTS)
         seen = front.settled({"decode": placed, "prefill": placed}, before)
         front.wait_idle(2)

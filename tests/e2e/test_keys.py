@@ -54,4 +54,4 @@ def test_a_cluster_with_keys_answers_and_lets_nobody_else_in(tiny_llama: Path, t
             assert stranger.returncode == 2
             assert stranger.stderr.count("\n") == 1
             assert "--keys" in stranger.stderr
-            wait_until(lambda: num_refused(front) == 1, 10.0, "the stranger to be counted")
+            wait_until(lambda: num_refused(front) == 1, START_TIMEOUT_S, "the stranger to be counted")

@@ -36,7 +36,7 @@ def front(tiny_llama: Path) -> Iterator[Front]:
             arguments = ("--served-name", name, *BOUNDED, *more)
             stack.enter_context(worker(tiny_llama, role, f"{role}-{name}", where.control, *arguments))
         with Front(f"http://{where.http}") as front:
-            wait_until(lambda: are_paired(front), 3 * START_TIMEOUT_S, "every pair to meet")
+            wait_until(lambda: are_paired(front), 2 * START_TIMEOUT_S, "every pair to meet")
             yield front
 
 

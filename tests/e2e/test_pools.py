@@ -14,11 +14,11 @@ from tests.e2e.cluster import (
     START_TIMEOUT_S,
     Front,
     announced,
+    caught,
     completion,
     is_ready,
     reserved_ports,
     router,
-    standing_still,
     worker,
 )
 from tests.e2e.models import write_served_model
@@ -27,7 +27,7 @@ from tests.parity.prompts import Spelling
 from disagg.modelfiles.digest import model_digest
 from disagg.modelfiles.tokenizer import load_tokenizer
 from disagg.telemetry import metrics as table
-from disagg.testing.processes import MarkedProcess, wait_until
+from disagg.testing.processes import END_TIMEOUT_S, MarkedProcess, wait_until
 
 REMOTE = ("--local-prefill-tokens", "0")
 pytestmark = pytest.mark.timeout(300)
@@ -153,14 +153,11 @@ def test_workers_find_a_router_that_comes_back(tiny_llama: Path) -> None:
 
 def end_mid_stream(front: Front, running: MarkedProcess, writer: int, body: dict[str, Any], number: int) -> None:
     """The client of a router that stops is told why; of a killed one it sees the end of the connection."""
-    with front.client.stream("POST", "/v1/completions", json=body) as response:
-        lines = response.iter_lines()
-        assert next(lines).startswith("data: ")
-        with standing_still(writer):
-            running.send_signal(number)
-            if number == signal.SIGKILL:
-                with pytest.raises(httpx.TransportError):
-                    list(lines)
-            else:
-                assert any("the router is stopping" in line for line in lines)
-    running.wait(20.0)
+    with caught(front, body, [writer]) as stream:
+        running.send_signal(number)
+        if number == signal.SIGKILL:
+            with pytest.raises(httpx.TransportError):
+                list(stream.lines)
+        else:
+            assert any("the router is stopping" in line for line in stream.lines)
+    running.wait(END_TIMEOUT_S)

@@ -6,7 +6,6 @@ Last comes what ends the clusters that these tests share.
 import json
 import signal
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from typing import Any, Literal
 
 import httpx
@@ -15,7 +14,7 @@ import openai
 import pydantic
 import pytest
 from tests.e2e.api_paths import MODEL, Json, Paths, all_paths, completion
-from tests.e2e.cluster import FAST_BEATS, Front, standing_still
+from tests.e2e.cluster import Front, caught
 
 from disagg.telemetry import metrics as table
 from disagg.testing.model_files import write_tiny_llama
@@ -64,7 +63,7 @@ pytestmark = pytest.mark.timeout(300)
 def paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paths]:
     """Tools make long prompts of a tokenizer this small."""
     model = write_tiny_llama(tmp_path_factory.mktemp("served") / MODEL, max_context=4096)
-    with all_paths(model, *FAST_BEATS) as made:
+    with all_paths(model) as made:
         yield made
 
 
@@ -205,16 +204,12 @@ def test_case_32_a_failure_after_the_first_byte_is_an_event_and_no_done(paths: P
     """The router is told to end in the middle, and all that belongs to it ends: a client can tell that from success."""
     errors: dict[str, Json] = {}
     for name, front in paths.fronts.items():
-        lines: list[str] = []
         asked = completion("the quick brown fox", max_tokens=3500, stream=True)
         serve = paths.serves[name]
         writer = serve.pid_of("mixed-0" if name == "mixed" else "decode-0")
-        with ExitStack() as still, front.client.stream("POST", "/v1/completions", json=asked) as got:
-            for line in got.iter_lines():
-                lines += [line] if line else []
-                if len(lines) == 5 and line:
-                    still.enter_context(standing_still(writer))
-                    serve.kill("router", signal.SIGTERM)
+        with caught(front, asked, [writer], num_events=4) as stream:
+            serve.kill("router", signal.SIGTERM)
+            lines = [line for line in stream.lines if line]
         assert "data: [DONE]" not in lines
         assert all("error" not in json.loads(line.removeprefix("data: ")) for line in lines[:-1])
         errors[name] = json.loads(lines[-1].removeprefix("data: "))["error"]

@@ -102,11 +102,11 @@ async def test_stages_add_up_to_what_a_probe_at_the_front_sees(tmp_path: Path) -
     found = msgspec.json.decode(answer.content, type=TimelineAnswer).timelines
     assert len(found) == NUM_REQUESTS
     choices = [(timeline.choices[0], probe.times[f"cmpl-{timeline.request_id}"]) for timeline in found]
-    shares = [share for choice, times in choices for share in off(choice, times)]
-    within = sum(share <= LIMIT for share in shares)
-    # A machine that others use too may stop this process between two readings of the clock.
-    assert within >= 0.9 * len(shares), sorted(shares)
-    assert statistics.median(shares) <= LIMIT / 2, sorted(shares)
+    parts = list(zip(*(off(choice, times) for choice, times in choices), strict=True))  # of TTFT, of the first gap
+    for shares in map(sorted, parts):
+        # A machine that others use too may stop this process between two readings of the clock: of some, never of most.
+        assert shares[2 * len(shares) // 3] <= LIMIT, shares
+        assert statistics.median(shares) <= LIMIT / 2, shares
     for choice, _ in choices:
         check(choice)
 

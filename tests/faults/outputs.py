@@ -1,7 +1,9 @@
 """What tests of wrong output share: right answers, KV as it must lie somewhere, counters of a worker of either kind."""
 
+import asyncio
+
 from tests.unit.scheduler.rigs import handoff
-from tests.unit.worker.rigs import Site
+from tests.unit.worker.rigs import DEADLINE_S, Site
 
 from disagg.core.ids import BlockId, SequenceId
 from disagg.core.request import SamplingParams
@@ -41,6 +43,14 @@ def blocks_of(decode: Site, number: int) -> tuple[BlockId, ...]:
         return ()
     allocation = sequence.destination.allocation if sequence.destination is not None else None
     return allocation.blocks if allocation is not None else sequence.blocks
+
+
+async def reserved(decode: Site, number: int) -> tuple[BlockId, ...]:
+    """Its blocks, as soon as there are some. Looks at every turn of the loop: on a fast machine they are soon gone."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not (blocks := blocks_of(decode, number)):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    return blocks
 
 
 def prompt_kv(layout: KvLayout, prompt: tuple[int, ...]) -> bytes:

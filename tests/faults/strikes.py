@@ -99,6 +99,10 @@ class Aim:
         raise InternalFault(f"within {TIMEOUT_S:g} s no {self._moment.role} worker was at work on an open request")
 
 
+def num_open(front: Front) -> int:
+    return front.cluster().router.num_open_requests
+
+
 def aim_at(serve: Serve, front: Front, moment: Moment) -> Aim:
     names = [worker.worker_id for worker in front.cluster().workers if worker.role == moment.role]
     return Aim({name: serve.pid_of(name) for name in names}, front.url, moment)
@@ -110,7 +114,7 @@ def strike_until_moved(
     """Ask until a worker was struck with the signal in the middle of it and the sequence went elsewhere.
 
     `ask` asks a question and calls its argument when it is time to strike. Returns the name of the last one struck, and
-    all answers. A worker that was sent SIGSTOP goes on after the answer.
+    all answers. A worker that was sent SIGSTOP goes on once the sequence is elsewhere: who hangs for long is killed.
     """
     num_workers = len(front.cluster().workers)
     answers: list[A] = []
@@ -119,12 +123,21 @@ def strike_until_moved(
         front.wait_idle(num_workers, timeout_s=TIMEOUT_S)
         moves = front.readings().total(table.MOVES)
         aim = aim_at(serve, front, moment)
-        try:
-            answers.append(ask(lambda aim=aim: aim.strike(number)))  # type: ignore[misc]
-        finally:
-            if number == signal.SIGSTOP:
+
+        def has_moved(moves: int = moves) -> bool:
+            return front.readings().total(table.MOVES) > moves
+
+        def act(aim: Aim = aim, has_moved: Callable[[], bool] = has_moved) -> None:
+            aim.strike(number)
+            if number == signal.SIGSTOP and aim.struck is not None:
+                wait_until(lambda: has_moved() or num_open(front) == 0, TIMEOUT_S, f"{aim.struck} to be given up")
                 aim.let_go()
-        if aim.struck is not None and front.readings().total(table.MOVES) > moves:
+
+        try:
+            answers.append(ask(act))
+        finally:
+            aim.let_go()
+        if aim.struck is not None and has_moved():
             return aim.struck, answers
     raise InternalFault(f"{MAX_TRIES} answers were over before a {moment.role} worker was struck")
 
@@ -135,7 +148,7 @@ def act_once_open(front: Front, ask: Callable[[Front], A], act: Act) -> A:
         answer = threads.submit(ask, other)
 
         def is_open() -> bool:
-            return bool(front.cluster().router.num_open_requests) or answer.done()
+            return bool(num_open(front)) or answer.done()
 
         wait_until(is_open, TIMEOUT_S, "the router to let the request in")
         act()

@@ -60,7 +60,7 @@ async def test_a7_on_real_connections_a_held_landing_holds_up_no_other_stream() 
             held = [loopback.ask(served, number) for number in (1, 2)]
             await until(lambda: engine.num_waiting > 0)
             await loopback.read_whole(*running)
-            assert decode.worker.scheduler.snapshot().num_handoffs == 2
+            await until(lambda: decode.worker.scheduler.snapshot().num_handoffs == 2)
         finally:
             engine.gate.set()
         for request, stream in held:
@@ -115,8 +115,13 @@ async def test_a13_health_is_quick_and_truthful_while_all_work_is_parked_in_tran
                 def states() -> list[WorkerState]:
                     return [made.worker.scheduler.snapshot() for made in (prefill, decode)]
 
-                # Every prompt is computed; no byte has landed.
-                await until(lambda: states()[0].num_waiting_tokens == 0 and states()[0].num_handoffs == 6)
+                def is_parked() -> bool:
+                    """Every prompt is computed, and no step runs; no byte has landed."""
+                    state = states()[0]
+                    is_busy = any(made.worker.scheduler._steps.is_running for made in (prefill, decode))
+                    return not is_busy and state.num_waiting_tokens == 0 and state.num_handoffs == 6
+
+                await until(is_parked)
                 before = states()
                 took_s = []
                 for _ in range(30):

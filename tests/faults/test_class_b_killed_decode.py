@@ -192,7 +192,7 @@ async def test_b4_decode_killed_between_bytes_on_tcp_gives_prefill_its_blocks_ba
             decode.process.kill()
             started_s = time.monotonic()
             await site.settled()
-            assert time.monotonic() - started_s < 10.0
+            assert time.monotonic() - started_s < 25.0
             # Which of its two connections is seen to end first is the kernel's choice.
             (failure,) = site.failures
             assert failure.failure.kind in (FailureKind.WORKER_LOST, FailureKind.TRANSFER_FAILED)

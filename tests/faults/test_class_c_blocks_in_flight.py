@@ -178,7 +178,8 @@ async def test_c3_the_lease_ends_inside_a_frame_on_tcp_and_its_blocks_wait_for_t
     old, new = (tuple((start + index) % 900 for index in range(250)) for start in (0, 450))
     decode = SilentDecode()
     prefill = Site("prefill-0", Role.PREFILL, KV, 20)  # 16 blocks a prompt: two do not fit
-    prefill.config = msgspec.structs.replace(prefill.config, lease_s=1.0)
+    # Longer than a busy machine needs to begin to send, and for all that the second prompt is to be granted.
+    prefill.config = msgspec.structs.replace(prefill.config, lease_s=5.0)
     await prefill.open()
     try:
         prefill.peers.announce((await decode.open(),))

@@ -112,7 +112,7 @@ async def test_d1_a_prefill_worker_restarted_again_and_again_on_real_connections
                 some = 6 * number + 1  # of this life's are answered; it ends under the others
                 await until(lambda some=some: sum(task.done() for task in reading) >= some)  # type: ignore[misc]
             await until(lambda: num_pairs(served) == 0)
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(loopback.ANSWER_TIMEOUT_S):
             await asyncio.gather(*reading)
         assert len(seen) == 10
         await loopback.settled(decode)

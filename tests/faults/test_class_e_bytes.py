@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.faults.outputs import GREEDY, blocks_of, check_answers, counted, prompt_kv
+from tests.faults.outputs import GREEDY, check_answers, counted, prompt_kv, reserved
 from tests.faults.words import FROM_PEER
 from tests.unit.scheduler.rigs import Solo, of, to_peer
-from tests.unit.worker.rigs import DEADLINE_S, Site, meet, sequence_id, site, until
+from tests.unit.worker.rigs import DEADLINE_S, Site, meet, sequence_id, site
 from tests.unit.worker.rigs import layout as small_layout
 
 from disagg.channel.channel import dial
@@ -136,8 +136,7 @@ async def test_e7_equal_answers_come_from_bytes_that_were_really_moved(block_siz
         await meet(prefill, decode)
         decode.start(0, Task.DECODE, prefill, prompt, GREEDY)
         prefill.start(0, Task.PREFILL, decode, prompt, GREEDY)
-        await until(lambda: bool(blocks_of(decode, 0)))
-        blocks = blocks_of(decode, 0)
+        blocks = await reserved(decode, 0)
         await decode.until(lambda: decode.has_answered(0))
         await prefill.settled()
         assert [token.token_id for token in decode.tokens(0)] == expected_tokens(kv, sequence_id(0), prompt, GREEDY)

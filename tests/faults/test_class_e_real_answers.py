@@ -15,6 +15,7 @@ from tests.e2e.cluster import START_TIMEOUT_S, Front, announced, completion, rou
 from disagg.telemetry import metrics as table
 from disagg.testing.processes import wait_until
 
+pytestmark = pytest.mark.timeout(300)  # five processes start first
 NUM_PROMPTS = 50
 LOCAL_TOKENS = 24  # shorter prompts are read where they are decoded
 PREFILL_CONTEXT = 200  # the others have what the model allows: 700
@@ -37,7 +38,7 @@ def fleet(tiny_llama: Path) -> Iterator[str]:
         for name, worker_id, role, more in WORKERS:
             stack.enter_context(worker(tiny_llama, role, worker_id, where.control, "--served-name", name, *more))
         with Front(f"http://{where.http}") as front:
-            wait_until(lambda: are_up(front), 3 * START_TIMEOUT_S, "all workers, and all pairs of them")
+            wait_until(lambda: are_up(front), 2 * START_TIMEOUT_S, "all workers, and all pairs of them")
         yield f"http://{where.http}"
 
 

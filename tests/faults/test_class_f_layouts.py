@@ -21,21 +21,20 @@ import random
 import msgspec
 import pytest
 import torch
-from tests.faults.outputs import check_only_between_rounds, counted, prompt_kv
+from tests.faults.outputs import check_only_between_rounds, counted, prompt_kv, reserved
 from tests.faults.unlike import HEAD_DIM, NUM_HEADS, NUM_LAYERS, UnlikeSite, unlike, unlike_site
 from tests.unit.protocol.test_pairing import card
 from tests.unit.transport.relays import Relay
-from tests.unit.worker.rigs import meet, sequence_id, site, until
+from tests.unit.worker.rigs import meet, sequence_id, site
 
 from disagg.core.endpoints import Endpoint, TransportKind
 from disagg.core.formats import KvWire
-from disagg.core.ids import BlockId, SequenceId
+from disagg.core.ids import SequenceId
 from disagg.core.request import SamplingParams
 from disagg.core.roles import HandoffMode, Role, Task
 from disagg.core.spans import SCALE_BYTES, KvLayout, KvOrder, Span
 from disagg.dispatch.stream import GenerateRequest
 from disagg.engine.span_conversion import decode_rows, encode_rows
-from disagg.protocol.lifecycle import SequenceState
 from disagg.protocol.pairing import pairing_failure
 from disagg.telemetry import metrics as table
 from disagg.testing.engine import expected_tokens
@@ -133,9 +132,7 @@ async def test_f_over_tcp_kv_is_bit_equal_and_nothing_is_left(name: str) -> None
         assert len(decode.peers.card.data_endpoints) == target.num_ranks
         prompt = tuple(range(45))
         start(prefill, decode, 0, prompt)
-        await until(lambda: blocks_of(decode, 0) is not None)
-        blocks = blocks_of(decode, 0)
-        assert blocks is not None
+        blocks = await reserved(decode, 0)
         await decode.until(lambda: decode.has_answered(0) or bool(decode.failures))
         assert decode.failures == []
         assert decode.engine.read(blocks, Span(0, 45, 0, NUM_LAYERS)) == prompt_kv(target, prompt)
@@ -215,9 +212,8 @@ async def test_f_a_compressed_wire_lands_decoded_between_unlike_ranks() -> None:
     ):
         await meet(prefill, decode)
         start(prefill, decode, 0, tuple(range(30)))
-        await until(lambda: blocks_of(decode, 0) is not None)
-        blocks, (sequence,) = blocks_of(decode, 0), prefill.worker.scheduler._state.sequences.values()
-        assert blocks is not None
+        blocks = await reserved(decode, 0)
+        (sequence,) = prefill.worker.scheduler._state.sequences.values()
         sent_from = sequence.blocks
         await decode.until(lambda: decode.has_answered(0) or bool(decode.failures))
         assert decode.failures == prefill.failures == []
@@ -241,7 +237,8 @@ async def test_f_an_abort_in_the_middle_of_many_ranks_leaves_nothing_at_either_e
         for number in range(40):
             prompt = tuple((number + index) % 900 for index in range(50))
             start(prefill, decode, number, prompt)
-            await until(lambda now=number: blocks_of(decode, now) is not None)  # type: ignore[misc]
+            await reserved(decode, number)
+            await asyncio.sleep(rng.choice([0.0, 0.001, 0.004]))
             if rng.random() < 0.5:
                 (prefill if rng.random() < 0.5 else decode).abort(number)
             else:
@@ -253,15 +250,6 @@ async def test_f_an_abort_in_the_middle_of_many_ranks_leaves_nothing_at_either_e
 def start(prefill: UnlikeSite, decode: UnlikeSite, number: int, prompt: tuple[int, ...]) -> None:
     decode.start(number, Task.DECODE, prefill, prompt, GREEDY)
     prefill.start(number, Task.PREFILL, decode, prompt, GREEDY)
-
-
-def blocks_of(decode: UnlikeSite, number: int) -> tuple[BlockId, ...] | None:
-    """Those that were reserved for a hand-off, in the order of its tokens."""
-    for sequence in decode.worker.scheduler._state.sequences.values():
-        if sequence.sequence_id == sequence_id(number) and sequence.state is not SequenceState.WAITING:
-            allocation = sequence.destination.allocation if sequence.destination is not None else None
-            return allocation.blocks if allocation is not None else None
-    return None
 
 
 def check_tokens(decode: UnlikeSite, number: int, prompt: tuple[int, ...]) -> None:

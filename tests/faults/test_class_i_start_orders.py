@@ -16,13 +16,13 @@ I7   No worker needs another to start: there is no warm-up across workers, only 
 import asyncio
 import itertools
 import random
-import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
 
 import msgspec
 import pytest
+from tests.e2e.cluster import reserved_ports
 from tests.faults import loopback
 from tests.faults.loopback import LateEngine, delay_every_await, live_router, live_worker, paired
 from tests.faults.virtual_rigs import TIMES, WatchedCluster, any_mode, ask, check_answers, finish, submit_over
@@ -141,9 +141,8 @@ async def test_i_any_order_on_real_connections_with_delays_at_every_await() -> N
 
     async def live(number: int, rng: random.Random) -> None:
         order = rng.sample(PARTS, len(PARTS))
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port: int = probe.getsockname()[1]
         async with AsyncExitStack() as stack:
+            (port,) = stack.enter_context(reserved_ports(1))
             sites, served = [], None
             for index, part in enumerate(order):
                 if part == "router":
@@ -255,16 +254,14 @@ def test_i4_a_worker_that_is_blocked_at_its_start_holds_up_nobody_who_has_a_pair
     assert cluster.total(table.SEQUENCES, blocked, "finished") > 0
 
 
-async def test_i6_a_router_that_comes_last_and_comes_again_finds_its_workers() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    address = f"127.0.0.1:{port}"
+async def test_i6_a_router_that_comes_last_and_comes_again_finds_its_workers(free_port: int) -> None:
+    address = f"127.0.0.1:{free_port}"
     async with (
         live_worker("p", Role.PREFILL, address) as prefill,
         live_worker("d", Role.DECODE, address) as decode,
     ):
         for number in range(3):
-            async with live_router(port, 10 + number) as (served, _):
+            async with live_router(free_port, 10 + number) as (served, _):
                 await paired(served)
                 await loopback.read_whole(*loopback.ask(served, number))
                 await loopback.settled(prefill, decode)

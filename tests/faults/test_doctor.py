@@ -13,6 +13,7 @@ from tests.faults.loopback import live_router, live_worker, paired
 from tests.unit.worker.rigs import until
 
 from disagg.cli import doctor
+from disagg.cluster import examination
 from disagg.cluster.authority import make_keys
 from disagg.cluster.examination import ClusterReport, Patient, examine_cluster, judge
 from disagg.core.endpoints import Endpoint, TransportKind
@@ -87,6 +88,23 @@ def test_unlike_workers_are_named_with_both_values() -> None:
     other = replace(decode, card=replace(decode.card, protocol_min=2, protocol_max=2))
     (finding,) = judge(report(prefill, other))
     assert "protocol range 1..1 is not 2..2" in finding
+
+
+@pytest.mark.parametrize(("seen_s", "found_s"), [((0.2,), 0.2), ((-3.0, -0.1), -0.1), ((-3.0, -2.0, -4.0), -2.0)])
+async def test_an_answer_that_was_late_is_no_late_clock(
+    monkeypatch: pytest.MonkeyPatch, seen_s: tuple[float, ...], found_s: float
+) -> None:
+    """As often as it is asked: what is always late is off."""
+    looks = iter(seen_s)
+
+    async def asked(card: WorkerCard, keys: object) -> Patient:
+        return replace(patient(str(card.worker_id), card.role), clock_skew_s=next(looks))
+
+    monkeypatch.setattr(examination, "_ask_worker", asked)
+    found = await examination._examine(card("m", Role.MIXED), None)
+    assert found.clock_skew_s == found_s
+    assert list(looks) == []
+    assert len(judge(report(found))) == (found_s < -1.0)
 
 
 def test_only_far_too_slow_is_slow() -> None:

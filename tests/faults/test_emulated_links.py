@@ -1,5 +1,6 @@
 """Links between two network namespaces: they are as slow as they say, leave nothing, and the system works over them."""
 
+import gc
 import os
 import signal
 import socket
@@ -27,6 +28,9 @@ pytestmark = pytest.mark.timeout(300)
 QUICK, SLOW = LinkShape(100), LinkShape(100, 0.02)
 SHAPES = pytest.mark.parametrize("shape", [QUICK, SLOW], ids=lambda shape: shape.name)
 NUM_BYTES = 2 << 20
+NUM_LOOKS = 3
+MOST_PROMPTS = 6
+TIMEOUT_S = 60.0
 DEVICES = Path("/sys/class/net")
 
 
@@ -37,9 +41,20 @@ def needs(shape: LinkShape) -> None:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    before = (len(os.listdir("/proc/self/fd")), threading.active_count(), sorted(os.listdir(DEVICES)))
+    """What earlier tests have left may go meanwhile; nothing may stay that was not there."""
+    gc.collect()
+    before = (len(os.listdir("/proc/self/fd")), threading.active_count(), set(os.listdir(DEVICES)))
+
+    def is_gone() -> bool:
+        num_fds, num_threads, devices = before
+        return (
+            len(os.listdir("/proc/self/fd")) <= num_fds
+            and threading.active_count() <= num_threads
+            and set(os.listdir(DEVICES)) <= devices
+        )
+
     yield
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count(), sorted(os.listdir(DEVICES))) == before
+    wait_until(is_gone, TIMEOUT_S, f"no more than {before} to be there")
 
 
 def seconds_for(near: socket.socket, far: socket.socket, num_bytes: int) -> float:
@@ -71,14 +86,15 @@ def test_a_link_is_no_better_than_it_says(shape: LinkShape) -> None:
             listener.accept()[0] as far,
         ):
             near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            far.settimeout(30.0)
-            near.settimeout(30.0)
+            far.settimeout(TIMEOUT_S)
+            near.settimeout(TIMEOUT_S)
             round_trip_s = min(seconds_for(near, far, 1) for _ in range(5))
             assert round_trip_s >= shape.round_trip_s
             before = pair.num_bytes_sent(0)
-            elapsed_s = seconds_for(near, far, NUM_BYTES)
-            assert pair.num_bytes_sent(0) - before > NUM_BYTES
-            assert 0.1 < NUM_BYTES / elapsed_s / shape.bytes_per_s < 1.1
+            rates = [NUM_BYTES / seconds_for(near, far, NUM_BYTES) / shape.bytes_per_s for _ in range(NUM_LOOKS)]
+            assert pair.num_bytes_sent(0) - before > NUM_LOOKS * NUM_BYTES
+            # No look shows more than there is; that a process had to wait in one of them is the machine's affair.
+            assert 0.1 < max(rates) < 1.1, rates
         pair.check_invariants()
 
 
@@ -112,7 +128,7 @@ def test_a_killed_holder_leaves_no_process() -> None:
         forwarder = int(holder.stdout.readline())
         assert "links.forwarder" in command_line(forwarder)
         holder.send_signal(signal.SIGKILL)
-    wait_until(lambda: "links.forwarder" not in command_line(forwarder), 20.0, "the process between the ends to end")
+    wait_until(lambda: "links.forwarder" not in command_line(forwarder), TIMEOUT_S, "the end of the process in between")
 
 
 @pytest.mark.parametrize(("shape", "claimed_gbits", "code"), [(QUICK, "0.1", 0), (SLOW, "10", 1)], ids=["well", "slow"])
@@ -126,14 +142,14 @@ def test_the_doctor_tells_a_slow_link(shape: LinkShape, claimed_gbits: str, code
         SpreadCluster(pair, tiny_llama, "m", arguments) as cluster,
     ):
         body = {"model": "m", "prompt": list(range(5, 69)), "max_tokens": 4, "ignore_eos": True}
-        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60.0, trust_env=False)
+        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False)
         assert answer.json()["usage"]["completion_tokens"] == 4
 
         def learned() -> list[float]:
             view = httpx.get(f"{cluster.url}/cluster", timeout=10.0, trust_env=False, verify=False).json()
             return [link["bytes_per_s"] for each in view["workers"] for link in each["state"]["links"]]
 
-        wait_until(lambda: any(rate > 0 for rate in learned()), 20.0, "/cluster to show what was learned of the link")
+        wait_until(lambda: any(rate > 0 for rate in learned()), TIMEOUT_S, "/cluster to show what was learned")
         asked = ("doctor", "--router", cluster.control_address, "--keys", cluster.keys[0], "--json")
         found = subprocess.run(
             [sys.executable, "-m", "disagg", *asked],
@@ -156,17 +172,27 @@ def test_the_doctor_tells_a_slow_link(shape: LinkShape, claimed_gbits: str, code
 
 
 def test_a_first_step_begins_while_layers_are_on_a_slow_link(tiny_llama: Path) -> None:
-    """The second prompt knows the link's rate. Asked again, it finds its prefix here, and its answer is the same."""
+    """From the second prompt on the link's rate is known. Asked again, it finds its prefix here: its answer is equal.
+
+    A worker that had to wait for its turn may find all layers here when it comes to the step: then the next prompt's.
+    """
     shape = LinkShape(5)
     needs(shape)
     arguments = ("--kv-memory", "8M", "--min-push-bytes", "1K", "--chunk-tokens", "700")
-    prompts = [[(7 * step + 11 * number) % 300 + 5 for step in range(600)] for number in range(3)]
+    prompts = [[(7 * step + 11 * number) % 300 + 5 for step in range(600)] for number in range(MOST_PROMPTS)]
     with (
         LinkedNamespaces(shape) as pair,
         pair.entered(0),
         SpreadCluster(pair, tiny_llama, "m", arguments) as cluster,
         Front(cluster.url) as front,
     ):
-        first = [front.complete("m", prompt, 6, ignore_eos=True)[0].tokens for prompt in prompts]
-        wait_until(lambda: front.readings().total(PARTIAL_STARTS, outcome="finished") >= 2, 20.0, "two partial starts")
-        assert [front.complete("m", prompt, 6, ignore_eos=True)[0].tokens for prompt in prompts] == first
+
+        def num_begun() -> int:
+            return front.wait_counted(TIMEOUT_S).total(PARTIAL_STARTS, outcome="finished")
+
+        first: list[tuple[str, ...]] = []
+        while num_begun() < 2 and len(first) < MOST_PROMPTS:
+            first.append(front.complete("m", prompts[len(first)], 6, ignore_eos=True)[0].tokens)
+        assert num_begun() >= 2
+        again = [front.complete("m", prompt, 6, ignore_eos=True)[0].tokens for prompt in prompts[: len(first)]]
+        assert again == first

@@ -25,9 +25,10 @@ from disagg.testing.fault_script import (
     draw_script,
 )
 from disagg.testing.faulty_link import WORKS, FaultyLink, LinkFaults, LinkKind
+from disagg.testing.processes import wait_until
 from disagg.transport.wire import NO_PROOF, PROBE, FrameHeader, Item, encode, encode_trailer
 
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 LINKS = [("p0", ROUTER), ("d0", ROUTER), ("p0", "d0")]
 
 
@@ -298,10 +299,10 @@ async def test_a_delay_is_one_of_each_message_not_of_their_sum() -> None:
         _, writer = await dialled(link)
         loop = asyncio.get_running_loop()
         start_s = loop.time()
-        for number in range(20):
+        for number in range(200):
             writer.write(encode_frame(b"", number))
-        await far.until(20 * 8)
-        assert 0.1 <= loop.time() - start_s < 20 * 0.1
+        await far.until(200 * 8)
+        assert 0.1 <= loop.time() - start_s < 0.5 * 200 * 0.1
         writer.close()
 
 
@@ -323,3 +324,22 @@ async def test_without_anybody_upstream_the_connection_ends() -> None:
         async with asyncio.timeout(DEADLINE_S):
             assert await reader.read() == b""
         writer.close()
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_true_at_the_end_of_a_wait_counts_however_late_that_is_seen() -> None:
+    """The look before was held up for longer than the whole wait was to take."""
+    looks: list[float] = []
+
+    def is_so() -> bool:
+        looks.append(time.monotonic())
+        if len(looks) == 1:
+            time.sleep(0.1)
+        return len(looks) > 1
+
+    wait_until(is_so, 0.05, "the second look")
+    assert len(looks) == 2
+    with pytest.raises(InternalFault, match=r"waited 0\.01 s for never"):
+        wait_until(lambda: False, 0.01, "never")

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.e2e.api_paths import PATIENT
 from tests.e2e.cluster import Front, completion, standing_still
 
 from disagg.modelfiles.fetch import KNOWN_MODELS, models_folder
@@ -55,7 +56,7 @@ def test_serving_goes_on_when_its_log_cannot_be_written(tiny: Path, free_port: i
         wait_until(is_ready, TIMEOUT_S, "/ready to answer 200")
         assert front.complete(MODEL, [4, 5, 6], 5) == front.complete(MODEL, [4, 5, 6], 5)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30.0) == 0
+        assert process.wait(TIMEOUT_S) == 0
         assert "Traceback" not in process.output
 
 
@@ -64,7 +65,7 @@ def test_no_temporary_folder_is_needed_to_serve(tiny: Path) -> None:
     with Serve((str(tiny), "--mixed", "1", *SMALL), program=program) as serve, Front(serve.url) as front:
         assert front.complete(MODEL, [4, 5, 6], 5)
         serve.send_signal(signal.SIGTERM)
-        assert serve.wait(30.0) == 0
+        assert serve.wait(TIMEOUT_S) == 0
 
 
 # --- the folder of fetched models -------------------------------------------------------------------------------
@@ -138,7 +139,10 @@ def test_a_burst_on_a_full_block_pool(tiny: Path) -> None:
     prompts = [[rng.randrange(3, VOCAB_SIZE - 100) for _ in range(20)] for _ in range(5)]
     bodies = [completion(MODEL, prompt, 120, temperature=0.8, seed=7) for prompt in prompts]
     pools = ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "0", "--num-blocks", "24")
-    with Serve((str(tiny), *pools, "--num-threads", "1")) as serve, Front(serve.url, timeout_s=120.0) as front:
+    with (
+        Serve((str(tiny), *pools, *PATIENT, "--num-threads", "1")) as serve,
+        Front(serve.url, timeout_s=120.0) as front,
+    ):
         expected = [answer(front, body) for body in bodies]
         assert front.readings().total(table.PREEMPTIONS) == 0
         with ThreadPoolExecutor(len(bodies)) as threads:

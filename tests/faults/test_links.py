@@ -38,9 +38,10 @@ from disagg.worker.config import WorkerConfig
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 MODEL = "tiny"
-BEAT_INTERVAL_S = 0.5
+BEAT_INTERVAL_S = 1.0
 LOST_AFTER_S = 2 * BEAT_INTERVAL_S
 TIMEOUT_S = 60.0
+AT_ONCE_S = 25.0  # no lease, of 30 s, has to run out
 PREFILL, DECODES = "prefill-0", ("decode-0", "decode-1")
 BETWEEN = [(PREFILL, decode) for decode in DECODES]
 POLL_S = 0.02
@@ -69,6 +70,7 @@ def plan_of(model: Path, sizes: PoolSizes, num_blocks: int | None = None) -> Any
         num_blocks=num_blocks,
         chunk_tokens=8,
         beat_interval_s=BEAT_INTERVAL_S,
+        probe_s=0.0,  # what is broken or damaged on the way is to be a push
     )
     return plan_local(router, template, sizes)
 
@@ -241,7 +243,7 @@ async def test_half_open_links_after_idle(site: Site) -> None:
     site.cluster.set_link(PREFILL, DECODES[0], LinkFaults(is_silent=True))
     await site.until(lambda view: len(view.workers) == 2, "the silent worker to be lost")
     body = question(long_prompt(1), 8)
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(AT_ONCE_S):
         outcome = await site.ask(body)
     await same(site, outcome, body)
 
@@ -251,7 +253,7 @@ async def test_half_open_links_before_anybody_knows(site: Site) -> None:
     bodies = [question([5 + number, *SHORT_PROMPT], 20) for number in range(4)]
     for pair in ((DECODES[1], "router"), (PREFILL, DECODES[1])):
         site.cluster.set_link(*pair, LinkFaults(is_silent=True))
-    async with asyncio.timeout(LOST_AFTER_S + 10.0):
+    async with asyncio.timeout(LOST_AFTER_S + AT_ONCE_S):
         outcomes = await asyncio.gather(*(site.ask(body) for body in bodies))
     for body, outcome in zip(bodies, outcomes, strict=True):
         await same(site, outcome, body)
@@ -261,7 +263,7 @@ async def test_a_prefill_worker_that_cannot_be_told_to_begin(site: Site) -> None
     """Its link to the router is half-open, that to the decode worker works: nobody waits for a lease to run out."""
     body = question(long_prompt(2), 8)
     site.cluster.set_link(PREFILL, "router", LinkFaults(is_silent=True))
-    async with asyncio.timeout(LOST_AFTER_S + 10.0):
+    async with asyncio.timeout(LOST_AFTER_S + AT_ONCE_S):
         outcome = await site.ask(body)
     await same(site, outcome, body)
 
@@ -286,7 +288,7 @@ async def test_messages_on_every_link(site: Site, noise: str) -> None:
     if NOISE[noise].duplicate_share:
         assert site.cluster.links.counts().num_duplicated > before.num_duplicated
         await site.settle()
-        assert await site.total(table.MESSAGES_IGNORED) > ignored
+        assert await site.counted(table.MESSAGES_IGNORED, ignored + 1) > ignored
     for body, outcome in zip(bodies, outcomes, strict=True):
         await same(site, outcome, body)
 

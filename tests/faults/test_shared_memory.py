@@ -4,18 +4,19 @@ The cluster's own answers are the reference: the same prompts are asked again wh
 let go on, again and again. Afterwards every block is free or cached on every worker.
 """
 
+import contextlib
 import random
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.e2e.cluster import Answer, Front
+from tests.e2e.cluster import Answer, Front, go_on
 
+from disagg.core.errors import InternalFault
 from disagg.telemetry import metrics as table
 from disagg.testing.processes import Serve, wait_until
 from disagg.transport.sharing import SHARING_SECRET
@@ -53,6 +54,7 @@ def test_neighbours_take_shared_memory_unless_told_otherwise(cluster: tuple[Serv
     ask_all(front)
     counted = front.settled({"prefill": len(PROMPTS)}, before)
     assert counted.total(table.HANDOFF_BYTES) > 0
+    serve.wait_line("goes over", TIMEOUT_S)
     taken = [line for line in serve.lines if "goes over" in line]
     environment = Path(f"/proc/{serve.pid_of('router')}/environ").read_bytes()
     assert SHARING_SECRET.encode() not in environment  # whoever serves the outside world knows it not
@@ -61,7 +63,7 @@ def test_neighbours_take_shared_memory_unless_told_otherwise(cluster: tuple[Serv
     front.wait_idle(NUM_WORKERS)
 
 
-@contextmanager
+@contextlib.contextmanager
 def asking(front: Front, answers: list[list[list[Answer]]]) -> Iterator[None]:
     """Somebody asks all prompts, over and over."""
     has_enough = threading.Event()
@@ -85,10 +87,17 @@ def disturb(serve: Serve, front: Front, name: str, how: str, rng: random.Random)
     pid = serve.kill(name, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     if how == "resumed":
         time.sleep(rng.uniform(0.1, 1.0))
-        serve.kill(name, signal.SIGCONT)
+        go_on(pid)
+        wait_until(lambda: is_running(serve, name), TIMEOUT_S, f"{name} to run")  # it may have stood still for too long
     else:  # a stopped one is ended by those who watch it
         serve.wait_restarted(name, pid)
-        wait_until(lambda: is_whole(front), TIMEOUT_S, f"{name} to be back")
+    wait_until(lambda: is_whole(front), TIMEOUT_S, f"{name} to be back")
+
+
+def is_running(serve: Serve, name: str) -> bool:
+    with contextlib.suppress(InternalFault):
+        return bool(serve.pid_of(name))
+    return False
 
 
 def is_whole(front: Front) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.e2e.cluster import Front, completion, standing_still
+from tests.e2e.cluster import Front, caught, completion
 from tests.faults.strikes import WRITING, Act, act_once_open, aim_at, reading, strike_until_moved
 from tests.faults.survival import MODEL, NUM_WORKERS, TIMEOUT_S
 
@@ -197,13 +197,10 @@ def test_a_router_killed_mid_stream_breaks_the_connection(serve: Serve, front: F
     """Never a short answer that looks whole; the workers drop what it asked for and serve the next router."""
     body = question(SHORT_PROMPT, "greedy", stream=True, max_tokens=600)
     writers = [serve.pid_of(name) for name in ("decode-0", "decode-1")]
-    with front.client.stream("POST", "/v1/completions", json=body) as response:
-        lines = response.iter_lines()
-        assert next(lines).startswith("data: ")
-        with standing_still(*writers):
-            old_pid = serve.kill("router", signal.SIGKILL)
-            with pytest.raises(httpx.TransportError):
-                list(lines)
+    with caught(front, body, writers) as stream:
+        old_pid = serve.kill("router", signal.SIGKILL)
+        with pytest.raises(httpx.TransportError):
+            list(stream.lines)
     serve.wait_restarted("router", old_pid)
     serve.wait_healthy()
     front.wait_idle(NUM_WORKERS, timeout_s=TIMEOUT_S)

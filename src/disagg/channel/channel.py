@@ -2,7 +2,8 @@
 
   1. open: dial() or listening.listen() gives a Channel; the first message is awaited with receive(timeout_s).
   2. start(): from now on each message goes to on_message, in order, on the event loop's thread.
-  3. beats go out every beat_interval_s; a peer silent for two of its own is lost, as is one whose stream ends.
+  3. beats go out every beat_interval_s; a peer silent for two of its own is lost, as is one whose stream ends. Time in
+     which this side's own loop stood still is not counted.
   4. on_lost is called exactly once; no message is delivered after it.
 
 Frames are a 4-byte big-endian length, a 4-byte checksum and that many bytes of msgpack. The checksum is the CRC-32 of
@@ -38,6 +39,7 @@ DEFAULT_BEAT_INTERVAL_S = 2.5
 MAX_SILENT_BEATS = 2  # any message counts as one
 MAX_BEAT_INTERVAL_S = 60.0  # that a peer may claim
 MIN_SLEEP_S = 1e-3
+LOOKS_PER_BEAT = 4  # so exactly is known for how long this side stood still
 
 M = TypeVar("M")
 
@@ -184,7 +186,11 @@ class Channel(Generic[M]):
             if now_s >= lost_s:
                 silent_s = now_s - self._last_heard_s
                 self._lose(f"it has been silent for {silent_s:.1f} s, the limit is {patience_s:g} s")
-            await asyncio.sleep(max(min(next_beat_s, lost_s) - now_s, MIN_SLEEP_S))
+            wake_s = max(min(next_beat_s, lost_s, now_s + interval_s / LOOKS_PER_BEAT), now_s + MIN_SLEEP_S)
+            await asyncio.sleep(wake_s - now_s)
+            # While this loop stood still nobody could be heard, and where all of the machine did nobody could speak.
+            woken_s = time.monotonic()
+            self._last_heard_s = min(self._last_heard_s + max(0.0, woken_s - wake_s), woken_s)
 
     def _lose(self, reason: str) -> None:
         if not self.is_open:

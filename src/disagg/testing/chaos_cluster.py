@@ -32,7 +32,7 @@ PROGRAM = (sys.executable, "-m", "disagg")
 POLL_S = 0.05
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
-GONE_TIMEOUT_S = 10.0
+GONE_TIMEOUT_S = 60.0
 
 
 class _Worker(msgspec.Struct, frozen=True):

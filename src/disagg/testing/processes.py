@@ -26,16 +26,22 @@ from disagg.core.errors import InternalFault
 
 MARK = "DISAGG_TEST_MARK"
 FIRST_POLL_S, MAX_POLL_S = 0.005, 0.05
+END_TIMEOUT_S = 60.0  # of a process that has been told to end: only one that hangs takes longer, on a busy machine too
+OUTPUT_TIMEOUT_S = 5.0  # where others keep the output of a process open
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
 _URL = re.compile(r"https?://[\w.\[\]:]+?:\d+")
+_NUMBER = re.compile(r"(?<![0-9a-zA-Z])\d+(?![0-9a-zA-Z])")  # by itself: names that are drawn have digits too
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
     """Poll until true. Raises InternalFault that names what was waited for."""
     pause_s, deadline_s = FIRST_POLL_S, time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline_s:
+    while True:
+        is_last = time.monotonic() > deadline_s  # before the look: who had to wait for its turn looks once more
+        if condition():
+            return
+        if is_last:
             raise InternalFault(f"waited {timeout_s:g} s for {what}: it did not happen")
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, MAX_POLL_S)  # a look at what takes seconds may cost what it waits for
@@ -81,12 +87,12 @@ def listening_sockets(pids: Sequence[int]) -> dict[int, int]:
 
 
 def shared_memory_names(pids: Sequence[int]) -> set[str]:
-    """Entries of /dev/shm that are ours: named after the project or one of these processes."""
+    """Entries of /dev/shm that are named after one of these processes. Others may be those of whoever runs beside."""
     if not SHARED_MEMORY.is_dir():
         return set()
     numbers = {str(pid) for pid in pids}
     names = {path.name for path in SHARED_MEMORY.iterdir()}
-    return {name for name in names if "disagg" in name or numbers & set(re.findall(r"\d+", name))}
+    return {name for name in names if numbers & set(_NUMBER.findall(name))}
 
 
 def _socket_inodes(pid: int) -> set[int]:
@@ -160,13 +166,13 @@ class MarkedProcess:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(30.0)
+                    self._process.wait(END_TIMEOUT_S)
             if kind is None:
                 self.check_nothing_left()
         finally:
             self._kill_family()
             self._lifeline.close()
-            self._reader.join(5.0)
+            self._hear_out()
             assert self._process.stdout is not None
             self._process.stdout.close()
             self._folder.cleanup()
@@ -197,8 +203,9 @@ class MarkedProcess:
         found: list[str] = []
 
         def seen() -> bool:
+            is_over = self._process.poll() is not None and not self._reader.is_alive()  # and has said all
             found[:] = [line for line in list(self.lines) if re.search(pattern, line)]
-            return bool(found) or (self._process.poll() is not None and not self._reader.is_alive())
+            return bool(found) or is_over
 
         wait_until(seen, timeout_s, f"a line with {pattern!r}; output so far: {self.output!r}")
         if not found:
@@ -211,14 +218,14 @@ class MarkedProcess:
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise InternalFault(f"the process did not end within {timeout_s:g} s; its output: {self.output}") from None
-        self._reader.join(5.0)
+        self._hear_out()
         return code
 
     def send_signal(self, number: int) -> None:
         self.note_family()
         self._process.send_signal(number)
 
-    def check_nothing_left(self, timeout_s: float = 10.0) -> None:
+    def check_nothing_left(self, timeout_s: float = 30.0) -> None:
         """Raises InternalFault when the process has ended and something of its family is still there."""
         wait_until(lambda: not self.family(), timeout_s, f"the end of every process: {self.family()}")
         # A killed process loses its environment, by which it is found, a moment before its sockets.
@@ -237,7 +244,13 @@ class MarkedProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.kill()
-        self._process.wait(10.0)
+        self._process.wait(30.0)
+
+    def _hear_out(self) -> None:
+        """Until the last line of the ended process is here. Who of its family outlives it may keep its output open."""
+        self._reader.join(OUTPUT_TIMEOUT_S)
+        if self._reader.is_alive() and not self.family():
+            self._reader.join(END_TIMEOUT_S)
 
     def _read(self, stream: IO[bytes]) -> None:
         for line in stream:
@@ -254,7 +267,7 @@ class Serve(MarkedProcess):
         self,
         arguments: Sequence[str],
         *,
-        ready_timeout_s: float = 120.0,
+        ready_timeout_s: float = 240.0,
         program: Sequence[str] = (sys.executable, "-m", "disagg"),
         environment: Mapping[str, str] | None = None,
     ) -> None:

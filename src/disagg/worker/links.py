@@ -57,6 +57,7 @@ _log = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 5.0
 FIRST_RETRY_S = 0.1
 MAX_RETRY_S = 2.0
+MIN_HELD_S = 2.0  # a connection that breaks sooner was none to dial again at once
 REPORT_INTERVAL_S = 0.25  # between two reports of this worker's state
 
 _FROM_ROUTER: msgspec.msgpack.Decoder[RouterToWorker] = msgspec.msgpack.Decoder(RouterToWorker)
@@ -64,8 +65,8 @@ _FROM_PEER: msgspec.msgpack.Decoder[WorkerToWorker] = msgspec.msgpack.Decoder(Wo
 
 
 def _has_held(since_s: float) -> bool:
-    """Whether a connection made then was one to dial again at once: one that breaks as soon as it is made is not."""
-    return time.monotonic() - since_s > MAX_RETRY_S
+    """Whether a connection made then was one to dial again at once."""
+    return time.monotonic() - since_s > MIN_HELD_S
 
 
 class _Link:

@@ -32,7 +32,7 @@ TOOLS = ("ip", "tc", "nsenter")
 TUN = "/dev/net/tun"
 BURST = "64kb"  # that the bucket lets through at once: a line's rate must hold over milliseconds
 QUEUE = "50ms"  # in the bucket before packets are dropped
-TOOL_TIMEOUT_S = 10.0
+TOOL_TIMEOUT_S = 60.0
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
