@@ -218,7 +218,7 @@ class MarkedProcess:
         self.note_family()
         self._process.send_signal(number)
 
-    def check_nothing_left(self, timeout_s: float = 10.0) -> None:
+    def check_nothing_left(self, timeout_s: float = 30.0) -> None:
         """Raises InternalFault when the process has ended and something of its family is still there."""
         wait_until(lambda: not self.family(), timeout_s, f"the end of every process: {self.family()}")
         # A killed process loses its environment, by which it is found, a moment before its sockets.
@@ -237,7 +237,7 @@ class MarkedProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.kill()
-        self._process.wait(10.0)
+        self._process.wait(30.0)
 
     def _read(self, stream: IO[bytes]) -> None:
         for line in stream:
