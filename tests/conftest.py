@@ -17,7 +17,7 @@ from disagg.testing.processes import children_of
 
 __all__ = ["tiny_llama", "tiny_qwen2"]
 
-LEAK_TIMEOUT_S = 5.0
+LEAK_TIMEOUT_S = 20.0
 # Threads that libraries keep for the whole life of the process.
 LIBRARY_THREADS = ("pydevd", "tqdm", "ThreadPoolExecutor-hypothesis")
 

@@ -23,7 +23,9 @@ def join_all(threads: Iterable[threading.Thread], timeout_s: float) -> list[str]
 class DeadlineWatch:
     """Runs each action once, at or after its deadline, unless closed before. Actions must not block."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds that never go back."""
+        self._clock = clock
         self._changed = threading.Condition()
         self._heap: list[tuple[float, int, Action]] = []
         self._num_added = 0
@@ -37,7 +39,7 @@ class DeadlineWatch:
             if self._closed:
                 return
             self._num_added += 1
-            heapq.heappush(self._heap, (time.monotonic() + delay_s, self._num_added, action))
+            heapq.heappush(self._heap, (self._clock() + delay_s, self._num_added, action))
             self._changed.notify()
 
     def close(self) -> None:
@@ -66,7 +68,7 @@ class DeadlineWatch:
                 if not self._heap:
                     self._changed.wait()
                     continue
-                due_in_s = self._heap[0][0] - time.monotonic()
+                due_in_s = self._heap[0][0] - self._clock()
                 if due_in_s <= 0:
                     return heapq.heappop(self._heap)[2]
                 self._changed.wait(due_in_s)

@@ -12,7 +12,7 @@ from disagg.channel.channel import Channel, dial
 from disagg.channel.listening import listen
 from disagg.protocol.messages import WorkerToWorker
 
-DEADLINE_S = 10.0
+DEADLINE_S = 20.0
 DECODER: msgspec.msgpack.Decoder[WorkerToWorker] = msgspec.msgpack.Decoder(WorkerToWorker)
 
 

@@ -3,10 +3,11 @@
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
-from tests.unit.channel.ends import DEADLINE_S, DECODER, frame, joined, raw, served, start
+from tests.unit.channel.ends import DEADLINE_S, DECODER, frame, joined, raw, start
 
 from disagg.channel import channel as channel_module
 from disagg.channel.channel import MAX_FIRST_FRAME_BYTES, MAX_FRAME_BYTES, dial
@@ -31,12 +32,13 @@ async def no_task_left() -> AsyncIterator[None]:
 
 async def test_messages_come_in_order_in_both_directions_and_beats_stay_inside() -> None:
     async with joined() as (one, other):
-        heard_one, heard_other = start(one, interval_s=0.005), start(other, interval_s=0.005)
+        heard_one, heard_other = start(one), start(other)
         for number in range(50):
             one.send(renewal(number))
             other.send(renewal(100 + number))
             if number % 10 == 0:
-                one.send(Beat(2.5))
+                for end in (one, other):
+                    end.send(Beat(2.5))
                 await asyncio.sleep(0)
         await heard_other.wait(num_messages=50)
         await heard_one.wait(num_messages=50)
@@ -149,13 +151,16 @@ async def test_silence_is_a_loss_with_its_length() -> None:
         assert "0.05 s" in heard.losses[0]
 
 
-async def test_beats_alone_keep_a_connection() -> None:
-    """One end has nothing to say for many times its peer's patience."""
+async def test_beats_alone_keep_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One end has nothing to say for many times its peer's patience; time goes on only while the loop turns."""
+    now_s = 100.0
+    monkeypatch.setattr(channel_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     async with joined() as (one, other):
         start(one, interval_s=0.01)
-        heard = start(other, interval_s=0.5)
+        heard = start(other, interval_s=0.1)
         for _ in range(150):
             await asyncio.sleep(0.01)
+            now_s += 0.01
         assert heard.log == []
 
 
@@ -245,9 +250,8 @@ async def test_a_channel_can_be_closed_by_the_message_it_delivers() -> None:
         assert (len(closing), losses) == (1, [])
 
 
-async def test_nobody_at_an_address_is_a_lost_peer() -> None:
-    async with served() as (address, _):
-        pass
+async def test_nobody_at_an_address_is_a_lost_peer(free_port: int) -> None:
+    address = f"127.0.0.1:{free_port}"
     with pytest.raises(PeerLost, match=address):
         await dial(address, DECODER, timeout_s=DEADLINE_S)
 

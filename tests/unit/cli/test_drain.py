@@ -16,7 +16,7 @@ from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import WorkerId
 from disagg.protocol.messages import AnswerDrain, Beat, RequestDrain, WorkerToRouter
 
-DEADLINE_S = 10.0
+DEADLINE_S = 20.0
 
 
 class Router:

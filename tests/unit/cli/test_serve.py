@@ -33,7 +33,7 @@ def test_it_says_how_to_try_it_and_a_signal_ends_everything(number: int, request
         assert f"curl {url}/v1/chat/completions" in serve.wait_line("curl", TIMEOUT_S)
         serve.wait_line("python -c .*chat.completions.create", TIMEOUT_S)
         serve.wait_line(r"^mixed-1 +mixed +running 0", TIMEOUT_S)
-        assert "[mixed-0] mixed-0 says hello" in serve.output
+        serve.wait_line(r"^\[mixed-0\] mixed-0 says hello", TIMEOUT_S)  # its router may hear it first
         assert len(serve.family()) == 4
         serve.send_signal(number)
         assert serve.wait(TIMEOUT_S) == 0
@@ -74,10 +74,11 @@ def test_a_failed_start_ends_with_the_childs_own_words(mode: str, code: int, lin
 
 
 def test_what_is_missing_is_shown_and_a_deadline_ends_the_wait() -> None:
-    with serving("never-ready", start_s=1.0, num_workers=1) as serve:
+    with serving("never-ready", start_s=3.0, num_workers=1) as serve:
         assert serve.wait(TIMEOUT_S) == 1
-        assert "no worker can answer" in serve.output
-        assert serve.lines[-1] == "disagg: waited 1 s for the workers to be ready: see the lines above"
+        # A worker that this machine is slow to start is what is missing until then.
+        assert re.search("no worker can answer|not here yet: mixed-0", serve.output)
+        assert serve.lines[-1] == "disagg: waited 3 s for the workers to be ready: see the lines above"
         serve.check_nothing_left()
 
 

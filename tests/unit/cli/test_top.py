@@ -2,7 +2,6 @@
 
 import http.server
 import io
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -198,7 +197,7 @@ def router(request: pytest.FixtureRequest) -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
-    thread.join(10.0)
+    thread.join(30.0)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -235,9 +234,10 @@ def test_what_cannot_work_is_one_plain_line(
     assert line in capsys.readouterr().err
 
 
-def test_nobody_there_is_one_plain_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+def test_nobody_there_is_one_plain_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free_port: int
+) -> None:
+    url = f"http://127.0.0.1:{free_port}"
     assert run(monkeypatch, "--url", url, "--once") == 2
     error = capsys.readouterr().err
     assert error == (

@@ -25,6 +25,7 @@ from disagg.testing.generation import FakeGenerationService, Script, ScriptFor, 
 from disagg.testing.tokenizer_files import write_tiny_tokenizer
 
 SMALL_BODIES = BodyLimits(1 << 20)
+LEAK_TIMEOUT_S = 10.0
 
 
 @pytest.fixture(scope="session")
@@ -62,8 +63,11 @@ def text_threads() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(autouse=True)
 async def no_task_left() -> AsyncIterator[None]:
+    """None that does not end by itself: some end in the turn after the one that told of their work."""
     yield
     left = asyncio.all_tasks() - {asyncio.current_task()}
+    if left:
+        _, left = await asyncio.wait(left, timeout=LEAK_TIMEOUT_S)
     assert not left, left
 
 

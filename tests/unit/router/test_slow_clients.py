@@ -1,6 +1,7 @@
 """Clients that send half a request, stall, stop reading or vanish: each costs its own connection, and that only."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import resource
@@ -21,6 +22,7 @@ from disagg.testing.generation import Script
 DEADLINE_S = 20.0
 NUM_CLIENTS = 200
 LIMITS = ConnectionLimits(header_timeout_s=0.3, write_timeout_s=0.3, keep_alive_s=0.3)
+PATIENT = ConnectionLimits(header_timeout_s=DEADLINE_S, write_timeout_s=0.3, keep_alive_s=0.3)  # until it has asked
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n"
 
 
@@ -57,18 +59,35 @@ def client_of(port: int, tls: Tls | None) -> httpx.AsyncClient:
 
 
 async def is_served(port: int, tls: Tls | None) -> bool:
-    async with client_of(port, tls) as client:
-        return (await client.post("/v1/completions", json={"model": "tiny", "prompt": "hi"})).status_code == 200
+    """A good client, too, is let go where this machine holds it up for longer than such limits: then it asks again."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                async with client_of(port, tls) as client:
+                    answer = await client.post("/v1/completions", json={"model": "tiny", "prompt": "hi"})
+                    return answer.status_code == 200
+
+
+async def answer_to(sent: bytes, port: int, tls: Tls | None, *, is_good: bool) -> bytes:
+    """All that comes until the server closes; who is good asks again if that is nothing, as in is_served()."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            answer = b""
+            with contextlib.suppress(OSError):
+                reader, writer = await connected(port, tls)
+                writer.write(sent)
+                answer = await until_closed(reader)
+                writer.close()
+            if answer or not is_good:
+                return answer
 
 
 @pytest.mark.parametrize("sent", [b"", b"P", b"\r\n", HEAD, request() + b"GET /hea"])
 async def test_headers_that_do_not_come(make_site: MakeSite, either_scheme: Tls | None, sent: bytes) -> None:
+    is_good = len(sent) > len(HEAD)  # the first of two
     async with served(make_site(), tls=either_scheme) as port:
-        reader, writer = await connected(port, either_scheme)
-        writer.write(sent)
-        answer = await until_closed(reader)
-        assert answer.startswith(b"HTTP/1.1 200") == (len(sent) > len(HEAD))
-        writer.close()
+        answer = await answer_to(sent, port, either_scheme, is_good=is_good)
+        assert answer.startswith(b"HTTP/1.1 200") == is_good
         assert await is_served(port, either_scheme)
 
 
@@ -84,7 +103,7 @@ async def test_a_body_that_does_not_come(make_site: MakeSite, either_scheme: Tls
 
 
 async def test_a_body_that_drips_after_its_refusal(make_site: MakeSite, either_scheme: Tls | None) -> None:
-    async with served(make_site(limits=BodyLimits(max_bytes=500)), tls=either_scheme) as port:
+    async with served(make_site(limits=BodyLimits(max_bytes=500)), PATIENT, either_scheme) as port:
         reader, writer = await connected(port, either_scheme)
         writer.write(HEAD + b"\r\n")
 
@@ -122,7 +141,7 @@ async def test_a_goodbye_that_is_not_answered(make_site: MakeSite, either_scheme
         assert asking.recv(1 << 16).startswith(b"HTTP/1.1 200")
         return asking
 
-    async with served(make_site(), tls=either_scheme) as port:
+    async with served(make_site(), PATIENT, either_scheme) as port:
         before = open_descriptors()
         asking = await asyncio.to_thread(ask, port)
         await until(lambda: len(open_descriptors()) <= len(before) + 1)  # the client's own
@@ -144,7 +163,7 @@ async def test_a_client_that_stops_reading_is_cut_off_and_its_work_ends(
 ) -> None:
     ids = tuple(tokenizer.encode("a b c d e f g ")) * 20_000
     site = make_site(lambda asked: Script(tokens=(ids,)))
-    async with served(site, tls=either_scheme) as port:
+    async with served(site, PATIENT, either_scheme) as port:
         small = socket.socket()
         small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         small.setblocking(False)
@@ -164,7 +183,8 @@ async def test_many_bad_clients_leave_nothing(
     """Half a request, a stalled body, a stream that is left, a reset: all at once, and one good client among them."""
     site = make_site(lambda asked: Script(tokens=(tuple(tokenizer.encode("a b c")),), held_after=asked.sampling.seed))
     good: dict[str, object] = {"model": "tiny", "prompt": "hi", "seed": 100}
-    async with served(site, tls=either_scheme) as port, client_of(port, either_scheme) as client:
+    limits = ConnectionLimits(write_timeout_s=0.3)  # 200 handshakes take their time
+    async with served(site, limits, either_scheme) as port, client_of(port, either_scheme) as client:
         url = "/v1/completions"
         assert (await client.post(url, json=good)).status_code == 200
         gc.collect()

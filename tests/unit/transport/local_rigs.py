@@ -11,7 +11,7 @@ from tests.unit.transport.rigs import (
     ARENA_BYTES,
     DEADLINE_S,
     DECODE,
-    FENCE_S,
+    LONG_FENCE_S,
     PREFILL,
     RAW,
     RECEIVER_INCARNATION,
@@ -55,13 +55,13 @@ class SharedMemoryRig(LinkRig):
     receiver: SharedMemoryReceiver
     sender: SharedMemorySender
 
-    def __init__(self) -> None:
+    def __init__(self, fence_s: float = LONG_FENCE_S) -> None:
         self.domain = draw_domain()
         self.source = SealedBytesMemory(data=pattern(ARENA_BYTES))
         self.sealed = SealedBytesMemory(ARENA_BYTES)
         self.target = self.sealed
         self.ended: list[int] = []  # pidfds of processes ended by force
-        super().__init__()
+        super().__init__(fence_s)
 
     def _make_receiver(self, incarnation: Incarnation) -> SharedMemoryReceiver:
         return SharedMemoryReceiver(
@@ -69,7 +69,7 @@ class SharedMemoryRig(LinkRig):
             incarnation,
             self.landed.post,
             self.domain,
-            fence_timeout_s=FENCE_S,
+            fence_timeout_s=self.fence_s,
             end_writer=self.ended.append,
         )
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from disagg.transport.local_stream import abstract_address
 from disagg.transport.sharing import SharingDomain
 
-PATIENCE_S = 10.0
+PATIENCE_S = 20.0
 
 
 class PairRelay:

@@ -5,6 +5,7 @@ import random
 import socket
 import ssl
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from tests.unit.transport.relays import MessageRelay, Relay
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesLanding, BytesMemory, SealedBytesMemory, StagedLanding
-from disagg.transport.api import Receiver, Sender, TransportEvent, Write
+from disagg.transport.api import Receiver, Sender, TransportEvent, Write, WriteFinished
 from disagg.transport.capability import frame_proof, grant_name, hello_proof
 from disagg.transport.link_sender import LinkSender
 from disagg.transport.segments import SegmentArray
@@ -37,9 +38,11 @@ from disagg.transport.wire import (
     encode,
 )
 
-DEADLINE_S = 10.0
-FENCE_S = 0.3
+DEADLINE_S = 20.0
+FENCE_S = 0.3  # for who waits until it has passed
+LONG_FENCE_S = 10.0  # for everybody else: this machine may hold up any thread for longer than the other
 ARENA_BYTES = 1 << 20
+MAX_TRIES = 20
 PREFILL = WorkerId("prefill-0")
 DECODE = WorkerId("decode-0")
 SENDER_INCARNATION = Incarnation(11)
@@ -54,10 +57,12 @@ class EventLog:
     def __init__(self) -> None:
         self.events: list[TransportEvent] = []
         self.on_event: Callable[[TransportEvent], None] = lambda event: None
+        self._first_s: dict[type[object], float] = {}
         self._changed = threading.Condition(threading.RLock())
 
     def post(self, event: TransportEvent) -> None:
         with self._changed:
+            self._first_s.setdefault(type(event), time.monotonic())
             self.events.append(event)
             self._changed.notify_all()
         self.on_event(event)
@@ -74,6 +79,11 @@ class EventLog:
             )
             assert arrived, f"{count} {kind.__name__} did not come; there is {self.events}"
         return self.of(kind)[:count]
+
+    def first_s(self, kind: type[T]) -> float:
+        """When the first event of a kind was posted, on time.monotonic()."""
+        with self._changed:
+            return self._first_s[kind]
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Looks again after each event; fails after DEADLINE_S."""
@@ -210,7 +220,8 @@ class LinkRig(ABC):
     source: BytesMemory
     target: BytesMemory
 
-    def __init__(self) -> None:
+    def __init__(self, fence_s: float) -> None:
+        self.fence_s = fence_s
         self.sent, self.landed = EventLog(), EventLog()
         self.receiver = self._make_receiver(RECEIVER_INCARNATION)
         self.relay = self._make_relay(self.receiver.endpoint.address)
@@ -280,6 +291,7 @@ class TcpRig(LinkRig):
         *,
         num_lanes: int = 1,
         is_mappable: bool = False,
+        fence_s: float = LONG_FENCE_S,
     ) -> None:
         """is_mappable: both arenas are such as a worker in host memory has."""
         self.num_lanes = num_lanes
@@ -290,18 +302,23 @@ class TcpRig(LinkRig):
         self.target = self.gated
         if is_mappable:
             self.source, self.target = SealedBytesMemory(data=pattern(ARENA_BYTES)), SealedBytesMemory(ARENA_BYTES)
-        super().__init__()
+        super().__init__(fence_s)
 
     def _make_receiver(self, incarnation: Incarnation) -> TcpReceiver:
         return TcpReceiver(
-            self.target, incarnation, self.landed.post, fence_timeout_s=FENCE_S, secret=b"rig", tls=self.server_tls
+            self.target,
+            incarnation,
+            self.landed.post,
+            fence_timeout_s=self.fence_s,
+            secret=b"rig",
+            tls=self.server_tls,
         )
 
     def _make_relay(self, target: str) -> Relay:
         return Relay(target)
 
     def _make_sender(self, worker_id: WorkerId, own: Incarnation, log: EventLog) -> TcpSender:
-        config = TcpSenderConfig(fence_timeout_s=FENCE_S, num_lanes=self.num_lanes)
+        config = TcpSenderConfig(fence_timeout_s=self.fence_s, num_lanes=self.num_lanes)
         return TcpSender(worker_id, own, self.source, log.post, config, tls=self.client_tls)
 
     def corrupt_next(self) -> None:
@@ -325,3 +342,12 @@ def write_of(
     key: bytes, number: int, source: tuple[Segment, ...], destination: tuple[Segment, ...], tag: bytes = b""
 ) -> Write:
     return Write(DECODE, key, number, tag, source, destination)
+
+
+def write_through(sender: Sender, log: EventLog, key: bytes, run: tuple[Segment, ...]) -> None:
+    """One write that lands, by an end of little patience: where this machine has used that up, it writes again."""
+    for number in range(len(log.of(WriteFinished)), MAX_TRIES):
+        sender.write(write_of(key, number, run, run))
+        if log.wait(WriteFinished, number + 1)[number].failure is None:
+            return
+    raise AssertionError(f"no write of {MAX_TRIES} has landed; there is {log.events}")

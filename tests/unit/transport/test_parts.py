@@ -151,7 +151,8 @@ def test_a_grant_is_fenced_once_when_its_last_visit_leaves() -> None:
 
 
 def test_deadlines_run_in_order_and_survive_a_failing_action(caplog: pytest.LogCaptureFixture) -> None:
-    watch = DeadlineWatch("test-watch")
+    now_s = 100.0
+    watch = DeadlineWatch("test-watch", clock=lambda: now_s)
     done, order = threading.Event(), list[str]()
 
     def fail() -> None:
@@ -162,6 +163,7 @@ def test_deadlines_run_in_order_and_survive_a_failing_action(caplog: pytest.LogC
     watch.after(0.0, lambda: order.append("first"))
     watch.after(0.01, fail)
     watch.after(60.0, lambda: order.append("never"))
+    now_s = 101.0  # all of them were added at one time, however long that took
     assert done.wait(DEADLINE_S)
     watch.check_invariants()
     watch.close()

@@ -8,12 +8,14 @@ import socket
 import struct
 import threading
 import time
+from contextlib import closing
 
 import msgspec
 import pytest
 from tests.unit.transport.local_rigs import BIG, KEY, RawWriter, SharedMemoryRig, raw_writer, request
 from tests.unit.transport.rigs import (
     ARENA_BYTES,
+    DEADLINE_S,
     DECODE,
     FENCE_S,
     PREFILL,
@@ -21,6 +23,7 @@ from tests.unit.transport.rigs import (
     RECEIVER_INCARNATION,
     EventLog,
     write_of,
+    write_through,
 )
 
 from disagg.core.endpoints import Endpoint, TransportKind
@@ -28,6 +31,7 @@ from disagg.core.errors import InternalFault, PeerLost
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory, SealedBytesMemory
+from disagg.testing.processes import wait_until
 from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded, WritesStopped
 from disagg.transport.local_stream import MAX_MESSAGE_BYTES, abstract_address
 from disagg.transport.shared_memory_connection import SharedMemorySenderConfig
@@ -193,23 +197,27 @@ def test_each_word_ends_a_permit_and_the_last_one_fences(shared: SharedMemoryRig
 
 
 def test_a_connection_that_ends_without_farewell_fences_nothing_while_its_process_lives(
-    shared: SharedMemoryRig, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    shared.receiver.grant(RAW, KEY, WHOLE)
-    with raw_writer(shared) as writer:
-        writer.greet(shared.domain)
-        writer.say(request(1))
-        assert writer.hear() == Permit(1)
-    fenced = threading.Event()
-    shared.landed.on_event = lambda event: fenced.set()
-    with caplog.at_level(logging.ERROR):
-        shared.receiver.revoke(KEY)
-        assert not fenced.wait(2 * FENCE_S)
-    assert "within this process" in caplog.text  # which is not ended by force
-    assert shared.ended == []
-    with raw_writer(shared) as again:  # the same process says by connecting anew that the old copy is over
-        again.greet(shared.domain)
-        assert shared.landed.wait(GrantFenced) == [GrantFenced(KEY)]
+    with closing(SharedMemoryRig(fence_s=FENCE_S)) as shared:
+        shared.receiver.grant(RAW, KEY, WHOLE)
+        with raw_writer(shared) as writer:
+            writer.greet(shared.domain)
+            writer.say(request(1))
+            assert writer.hear() == Permit(1)
+        fenced = threading.Event()
+        shared.landed.on_event = lambda event: fenced.set()
+        with caplog.at_level(logging.ERROR):
+            shared.receiver.revoke(KEY)
+            assert not fenced.wait(2 * FENCE_S)
+            # It is not ended by force.
+            wait_until(lambda: "within this process" in caplog.text, DEADLINE_S, "the end of the writer's time")
+        assert not fenced.is_set()
+        assert shared.ended == []
+        with raw_writer(shared) as again:  # the same process says by connecting anew that the old copy is over
+            again.greet(shared.domain)
+            assert shared.landed.wait(GrantFenced) == [GrantFenced(KEY)]
+        shared.check_invariants()
 
 
 @pytest.mark.parametrize("case", ["unknown ticket", "ticket twice", "write twice", "too many", "no segments"])
@@ -262,15 +270,15 @@ def test_an_owner_that_answers_nothing_is_lost_after_the_stall_timeout(shared: S
     sender = SharedMemorySender(PREFILL, shared.source, log.post, shared.domain, config)
     shared.connect(sender)
     shared.receiver.grant(PREFILL, KEY, WHOLE)
-    sender.write(write_of(KEY, 0, BIG, BIG))
-    assert log.wait(WriteFinished)[0].failure is None
+    write_through(sender, log, KEY, BIG)
     lost = threading.Event()
     log.on_event = lambda event: lost.set() if isinstance(event, ConnectionLost) else None
     assert not lost.wait(0.5)  # idle: nothing is due
     shared.relay.hold("request")
-    sender.write(write_of(KEY, 1, BIG, BIG))
-    assert log.wait(WriteFinished, 2)[1].failure is not None
-    log.wait(ConnectionLost)
+    number = len(log.of(WriteFinished))
+    sender.write(write_of(KEY, number, BIG, BIG))
+    assert log.wait(WriteFinished, number + 1)[number].failure is not None
+    assert lost.wait(DEADLINE_S)
     shared.relay.release()
     sender.close()
 

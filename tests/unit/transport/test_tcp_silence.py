@@ -4,7 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 from tests.unit.transport.rigs import (
@@ -22,6 +22,7 @@ from tests.unit.transport.rigs import (
     raw_header,
     read_exactly,
     write_of,
+    write_through,
 )
 
 from disagg.core.endpoints import Endpoint, TransportKind
@@ -55,22 +56,23 @@ def test_a_stranger_who_says_nothing_is_closed_in_time() -> None:
     receiver.close()
 
 
-def test_revoke_shuts_the_connection_of_a_frame_that_never_ends(tcp: TcpRig) -> None:
-    tcp.receiver.grant(PREFILL, KEY, BIG)
-    tcp.hold_next()
-    tcp.sender.write(write_of(KEY, 0, BIG, BIG))
-    tcp.wait_held()
-    started_s = time.monotonic()
-    tcp.receiver.revoke(KEY)
-    assert tcp.landed.of(GrantFenced) == []
-    assert tcp.landed.wait(GrantFenced) == [GrantFenced(KEY)]
-    assert FENCE_S <= time.monotonic() - started_s < FENCE_S + 5.0
-    before = tcp.target.read(BIG)
-    tcp.release()
-    assert tcp.sent.wait(WriteFinished)[0].failure is not None
-    tcp.sent.wait(ConnectionLost)
-    assert tcp.target.read(BIG) == before
-    assert tcp.landed.of(WriteLanded) == []
+def test_revoke_shuts_the_connection_of_a_frame_that_never_ends() -> None:
+    with closing(TcpRig(fence_s=FENCE_S)) as tcp:
+        tcp.receiver.grant(PREFILL, KEY, BIG)
+        tcp.hold_next()
+        tcp.sender.write(write_of(KEY, 0, BIG, BIG))
+        tcp.wait_held()
+        revoked_s = time.monotonic()
+        tcp.receiver.revoke(KEY)
+        assert tcp.landed.wait(GrantFenced) == [GrantFenced(KEY)]  # long before the peer would count as lost
+        assert tcp.landed.first_s(GrantFenced) - revoked_s >= FENCE_S
+        before = tcp.target.read(BIG)
+        tcp.release()
+        assert tcp.sent.wait(WriteFinished)[0].failure is not None
+        tcp.sent.wait(ConnectionLost)
+        assert tcp.target.read(BIG) == before
+        assert tcp.landed.of(WriteLanded) == []
+        tcp.check_invariants()
 
 
 def test_cancel_shuts_the_connection_of_a_frame_that_nobody_takes() -> None:
@@ -84,11 +86,12 @@ def test_cancel_shuts_the_connection_of_a_frame_that_nobody_takes() -> None:
         sender.write(write_of(b"other", 0, BIG, BIG))
         assert peer.saw_frame.wait(DEADLINE_S)
         sender.check_invariants()
+        cancelled_s = time.monotonic()
         sender.cancel(DECODE, KEY)
         sender.cancel(DECODE, KEY)
-        assert [event.number for event in log.of(WriteFinished)] == [1]
-        assert log.of(WritesStopped) == []
+        assert log.wait(WriteFinished)[0].number == 1
         log.wait(WritesStopped)
+        assert log.first_s(WritesStopped) - cancelled_s >= FENCE_S  # the frame had its time
         assert len(log.wait(WriteFinished, 3)) == 3
         log.wait(ConnectionLost)
         assert log.of(WritesStopped) == [WritesStopped(DECODE, KEY)]
@@ -159,20 +162,18 @@ def test_an_idle_connection_outlives_the_stall_timeout() -> None:
     sender.connect(DECODE, receiver.endpoint_for(PREFILL, SENDER_INCARNATION), RECEIVER_INCARNATION)
     receiver.grant(PREFILL, KEY, (Segment(0, 100),))
     run = (Segment(0, 100),)
-    sender.write(write_of(KEY, 0, run, run))
-    sent.wait(WriteFinished)
+    write_through(sender, sent, KEY, run)
     lost = threading.Event()
     sent.on_event = lambda event: lost.set() if isinstance(event, ConnectionLost) else None
     assert not lost.wait(0.8)  # several timeouts long
-    sender.write(write_of(KEY, 1, run, run))
-    assert sent.wait(WriteFinished, 2)[1].failure is None
+    write_through(sender, sent, KEY, run)
     sender.close()
     receiver.close()
 
 
 def test_a_frame_that_stops_half_way_is_given_up_by_the_receiver() -> None:
     landed = EventLog()
-    receiver = TcpReceiver(BytesMemory(1000), RECEIVER_INCARNATION, landed.post, stall_timeout_s=0.1)
+    receiver = TcpReceiver(BytesMemory(1000), RECEIVER_INCARNATION, landed.post, stall_timeout_s=1.0)
     receiver.grant(WorkerId("raw"), KEY, (Segment(0, 1000),))
     with dialled(receiver) as sock:
         header = raw_header(KEY, greet(sock, receiver), 0, (Segment(0, 1000),), 1000)
@@ -213,13 +214,17 @@ class SilentPeer:
                 return
             self._taken.append(sock)
             if len(self._taken) == 1:
-                sock.sendall(encode(Item.CHALLENGE, Challenge(bytes(NONCE_BYTES))))
-                prefix = decode_prefix(read_exactly(sock, PREFIX_BYTES), Item.HELLO)
-                read_exactly(sock, prefix.num_bytes)
-                sock.sendall(encode(Item.WELCOME, Welcome(None)))
-                sock.recv(1, socket.MSG_PEEK)
-                self.saw_frame.set()
-                sock.sendall(self._early_answer)
+                with suppress(OSError, AssertionError):  # it has little patience, and may have given us up by now
+                    self._welcome(sock)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        sock.sendall(encode(Item.CHALLENGE, Challenge(bytes(NONCE_BYTES))))
+        prefix = decode_prefix(read_exactly(sock, PREFIX_BYTES), Item.HELLO)
+        read_exactly(sock, prefix.num_bytes)
+        sock.sendall(encode(Item.WELCOME, Welcome(None)))
+        sock.recv(1, socket.MSG_PEEK)
+        self.saw_frame.set()
+        sock.sendall(self._early_answer)
 
 
 @contextmanager

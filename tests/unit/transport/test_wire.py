@@ -103,7 +103,8 @@ def test_reasons_are_cut_to_fit_an_answer() -> None:
 def test_a_live_receiver_survives_noise_after_a_good_hello() -> None:
     log = EventLog()
     memory = BytesMemory(1000)
-    receiver = TcpReceiver(memory, RECEIVER_INCARNATION, log.post)
+    # Each connection takes the place of the one before, which has so long to end.
+    receiver = TcpReceiver(memory, RECEIVER_INCARNATION, log.post, fence_timeout_s=DEADLINE_S)
     receiver.grant(RAW, b"k", [Segment(0, 1000)])
     host, _, port = receiver.endpoint.address.rpartition(":")
     length = len(encode(Item.FRAME, raw_header(b"k", bytes(16), 0, (Segment(0, 10),), 10))) + 14

@@ -26,7 +26,7 @@ from disagg.worker.config import WorkerConfig
 from disagg.worker.engines import LoadedEngine
 from disagg.worker.process import start_worker
 
-DEADLINE_S = 15.0
+DEADLINE_S = 25.0
 VOCAB = 1000
 
 

@@ -31,17 +31,16 @@ NUMBERS = itertools.count(5)
 
 
 @contextlib.asynccontextmanager
-async def service(port: int = 0, *, max_unplaced_s: float = 30.0) -> AsyncIterator[tuple[LiveService, str]]:
+async def service(
+    port: int = 0, *, max_unplaced_s: float = 30.0, beat_interval_s: float = 2.5
+) -> AsyncIterator[tuple[LiveService, str]]:
     config = DispatcherConfig(
         incarnation=Incarnation(next(NUMBERS)),  # as every process start has its own
         tokenizer_digests={"fake": "tok"},
         local_prefill_tokens=0,
         recovery=RecoveryLimits(max_unplaced_s=max_unplaced_s),
     )
-    made = LiveService(
-        Dispatcher(config),
-        beat_interval_s=2.5,
-    )
+    made = LiveService(Dispatcher(config), beat_interval_s=beat_interval_s)
     address = await made.listen("127.0.0.1", port)
     try:
         yield made, address

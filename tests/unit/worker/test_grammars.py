@@ -59,7 +59,7 @@ async def test_a_grammar_that_takes_its_time_holds_up_nobody_else(monkeypatch: p
     is_ready = threading.Event()
 
     def prepare(attempt_id: HandoffId, grammar: GrammarSpec, emitted_ids: tuple[int, ...]) -> None:
-        assert is_ready.wait(10.0)
+        assert is_ready.wait(DEADLINE_S)
 
     async with site("m", Role.MIXED) as worker:
         monkeypatch.setattr(worker.engine, "prepare_grammar", prepare)

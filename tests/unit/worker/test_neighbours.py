@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 from tests.unit.transport.rigs import open_descriptors
-from tests.unit.worker.rigs import VOCAB, Site, layout, meet, peer_of, until
+from tests.unit.worker.rigs import DEADLINE_S, VOCAB, Site, layout, meet, peer_of, until
 from tests.unit.worker.test_links import hand_over
 
 from disagg.core.endpoints import TransportChoice, TransportKind
@@ -34,6 +34,12 @@ async def no_socket_left() -> AsyncIterator[None]:
     before = open_descriptors()
     yield
     await until(lambda: open_descriptors() <= before)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second is soon over on a machine with much to do, and then nothing was measured."""
+    monkeypatch.setattr(survey, "CHOICE_TIMEOUT_S", DEADLINE_S)
 
 
 class Neighbour(Site):
