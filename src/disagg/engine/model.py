@@ -76,6 +76,7 @@ class Llama:
         self._norm = weights.take("model.norm.weight", hidden).to(device)
         head = embedding if config.tie_embeddings else self._matrix(["lm_head.weight"], [(vocab, hidden)])
         self._head = linears.make(head, is_head=True)
+        weights.check_all_taken(config.num_layers)
 
     def _matrix(self, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> StoredMatrix:
         """Matrices below each other."""
