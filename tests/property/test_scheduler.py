@@ -118,10 +118,11 @@ def test_no_prompt_waits_for_ever_for_room() -> None:
 
 
 @pytest.mark.parametrize("itl_target", [0.0, 0.05])
-@pytest.mark.parametrize("max_running", [1, 4, 16])
-def test_a_tenant_with_a_tenth_of_the_requests_gets_half(itl_target: float, max_running: int) -> None:
+@pytest.mark.parametrize(("max_running", "num_blocks"), [(1, 1000), (4, 1000), (16, 1000), (16, 60)])
+def test_a_tenant_with_a_tenth_of_the_requests_gets_half(itl_target: float, max_running: int, num_blocks: int) -> None:
+    """Whether steps, places or blocks are what there is too little of."""
     rng = random.Random(7)
-    site = Site(num_blocks=1000, budget=StepBudget(64, 16, max_running, itl_target), checks=False)
+    site = Site(num_blocks=num_blocks, budget=StepBudget(64, 16, max_running, itl_target), checks=False)
     numbers = iter(rng.sample(range(1100), 1100))
     tenants = ["big"] * 1000 + ["small"] * 100
     rng.shuffle(tenants)
