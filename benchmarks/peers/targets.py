@@ -45,6 +45,7 @@ class Target(msgspec.Struct, frozen=True):
 TARGETS = (
     Target("fp32", 1.0),
     Target("fp16", 1.0),
+    Target("fp16", 1.5, "vllm", (1, 4, 8, 16)),
     Target("fp16", 2.0, "transformers"),
     Target("int8", 1.0),
     Target("int8", 1.3, "llamacpp-Q8_0", (0, 8, 16)),
@@ -89,7 +90,8 @@ def show_targets(
             if ours.name in results:
                 num_cells, short = _compare(target, ours, entries, cells, results, shares[ours.name])
                 found[target.text] = {"cells": num_cells, "short": [each._asdict() for each in short]}
-                print(f"  {target.text}: {num_cells - len(short)} of {num_cells} cells")
+                met = f"{num_cells - len(short)} of {num_cells} cells" if num_cells else "not measured"
+                print(f"  {target.text}: {met}")
                 for each in short:
                     roofline = f"{100 * each.share:.0f} % of its roofline"
                     print(f"    short: {each.cell:18} {each.ratio:5.2f} x {each.peer}, at {roofline}")

@@ -98,7 +98,8 @@ def test_a_long_prompt_is_read_in_bounded_time_among_endless_short_ones(max_runn
     assert site.now_s - began_s > alone_s * 2  # short ones did overtake it
 
 
-def test_no_prompt_waits_for_ever_for_room() -> None:
+@pytest.mark.parametrize("tenant", ["", "other"])
+def test_no_prompt_waits_for_ever_for_room(tenant: str) -> None:
     """Small ones always fit, one large one only when the pool is nearly empty."""
     rng = random.Random(3)
     site = Site(num_blocks=40, budget=StepBudget(64, 16, 8))
@@ -112,7 +113,8 @@ def test_no_prompt_waits_for_ever_for_room() -> None:
     small()
     site.run(until=lambda: len(site.ended) > 20)
     began_s = site.now_s
-    site.start(SequenceSpec(sequence_id(0), tuple(rng.randrange(900) for _ in range(140)), SamplingParams(4)))
+    prompt = tuple(rng.randrange(900) for _ in range(140))
+    site.start(SequenceSpec(sequence_id(0), prompt, SamplingParams(4), tenant=tenant))
     site.run(until=lambda: sequence_id(0) in site.ended or site.now_s > began_s + 60)
     assert site.now_s - began_s < 10
 

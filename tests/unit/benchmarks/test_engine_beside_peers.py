@@ -57,6 +57,7 @@ def test_cells_that_miss_a_target_are_named_with_their_roofline(modules: Any, ca
     found = modules.engine.show_targets(entries, [cell, lone], results, shares)
     assert found == {
         "fp16 >= 1 x the fastest as precise, everywhere": {"cells": 1, "short": []},
+        "fp16 >= 1.5 x vllm, batch 1 and batch 4 and batch 8 and batch 16": {"cells": 0, "short": []},
         "fp16 >= 2 x transformers, everywhere": {
             "cells": 1,
             "short": [{"cell": "prefill 512", "peer": "transformers-fp32", "ratio": 1.9, "share": 0.4}],
@@ -64,6 +65,7 @@ def test_cells_that_miss_a_target_are_named_with_their_roofline(modules: Any, ca
     }
     printed = capsys.readouterr().out
     assert "fp16 >= 2 x transformers, everywhere: 0 of 1 cells" in printed
+    assert "batch 8 and batch 16: not measured" in printed
     assert "prefill 512         1.90 x transformers-fp32, at 40 % of its roofline" in printed
 
 
