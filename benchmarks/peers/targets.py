@@ -1,4 +1,4 @@
-"""How much faster than others our engines are to be, and where they are not: each cell beside its share of the roofline."""
+"""How much faster than others our engines are to be, and which cells miss it, at which share of their roofline."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ def show_targets(
     results: Mapping[str, Rated],
     shares: Mapping[str, Sequence[float]],
 ) -> dict[str, dict[str, object]]:
-    """Prints each target with its shortfalls; what of it goes into the JSON line. Peers that did not run count nothing."""
+    """Prints each target with its shortfalls; gives what of it goes into the JSON line."""
     print("\ntargets")
     found: dict[str, dict[str, object]] = {}
     for target in TARGETS:

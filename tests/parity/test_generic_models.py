@@ -229,7 +229,7 @@ def test_exact_numerics_cannot_be_promised(tmp_path: Path) -> None:
     config = WorkerConfig(
         model="m", served_name="m", role=Role.MIXED, worker_id="w", router_address="", num_blocks=NUM_BLOCKS
     )
-    with pytest.raises(ConfigurationError, match="Olmo2ForCausalLM is not native here, .* add --numerics bounded"):
+    with pytest.raises(ConfigurationError, match=r"Olmo2ForCausalLM is not native here, .* add --numerics bounded"):
         load_engine(config, tmp_path)
     bounded = msgspec.structs.replace(config, numerics=Numerics.BOUNDED)
     assert load_engine(bounded, tmp_path).pool.numerics is Numerics.BOUNDED

@@ -48,7 +48,9 @@ def test_an_engine_is_compared_with_the_fastest_that_is_at_least_as_precise(modu
     assert (name, round(rate)) == (best, round(512 / results[best].seconds[cell.name][0]))
 
 
-def test_cells_that_miss_a_target_are_named_with_their_roofline(modules: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells_that_miss_a_target_are_named_with_their_roofline(
+    modules: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     cell, results = measured(modules, disagg_fp16=190, transformers_fp32=100, llamacpp_F16=180, llamacpp_Q8_0=500)
     lone = modules.engine.Cell(1, 256)  # which no peer did
     results["disagg-fp16"].seconds[lone.name] = [1.0]

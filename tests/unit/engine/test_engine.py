@@ -184,7 +184,7 @@ def test_stale_bytes_in_foreign_blocks_cannot_reach_a_result(shared_engine_path:
 
 @pytest.mark.parametrize(("hidden_size", "is_fitting"), [(96, True), (72, False)])
 def test_what_gives_other_bits_has_another_name(tmp_path: Path, hidden_size: int, is_fitting: bool) -> None:
-    """Heads of 16 go through the native attention, heads of 12 through torch's: so the card says, and torch's version."""
+    """Heads of 16 go through the native attention, heads of 12 through torch's: the card says so, with its version."""
     path = write_tiny_model(tmp_path, hidden_size=hidden_size)
     own = torch_arithmetic(torch.device("cpu"))
     assert torch.__version__ in own

@@ -227,7 +227,9 @@ def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path) -> None:
     model.model.layers[1].self_attn.o_proj.bias = torch.nn.Parameter(torch.ones(72))
     model.save_pretrained(tmp_path)
     for path in (tmp_path, write_gguf(tmp_path / "model.gguf", model)):
-        with pytest.raises(ModelLoadError, match=r"tensor model\.layers\.1\.self_attn\.o_proj\.bias, which models of its"):
+        with pytest.raises(
+            ModelLoadError, match=r"tensor model\.layers\.1\.self_attn\.o_proj\.bias, which models of its"
+        ):
             make_engine(path)
 
 

@@ -258,7 +258,11 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
         ("llama", {"block_count": "two"}, r"llama\.block_count of .* is 'two', expected a whole number"),
         ("llama", {"attention.layer_norm_rms_epsilon": "small"}, "expected a number"),
         ("llama", {"attention.head_count": 0}, "num_heads=0"),
-        ("llama", {"expert_count": 8}, "8 experts a layer, which is not supported in GGUF; use .* Hugging Face directory"),
+        (
+            "llama",
+            {"expert_count": 8},
+            "8 experts a layer, which is not supported in GGUF; use .* Hugging Face directory",
+        ),
     ],
 )
 def test_what_a_gguf_header_may_not_say(

@@ -135,8 +135,10 @@ def test_a_kind_that_nobody_reads_is_named(tmp_path: Path) -> None:
 
 def test_headers_that_cannot_be_are_damage(tmp_path: Path) -> None:
     path, _ = write_tensors(tmp_path / "model.gguf", GGMLQuantizationType.Q8_0)
-    width, whole = struct.pack("<Q", NUM_ELEMENTS // 5), path.read_bytes()
-    path.write_bytes(whole.replace(width, struct.pack("<Q", NUM_ELEMENTS // 5 - 1), 1))
+    entry, other = (b"t.weight" + struct.pack("<IQ", 2, width) for width in (768, 767))
+    whole = path.read_bytes()
+    assert whole.count(entry) == 1
+    path.write_bytes(whole.replace(entry, other))
     with pytest.raises(ModelLoadError, match=r"damaged .*t\.weight has rows of 767, .* no whole blocks of Q8_0"):
         GgufFile(path)
     writer = gguf.GGUFWriter(path, "llama")
@@ -144,5 +146,5 @@ def test_headers_that_cannot_be_are_damage(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ModelLoadError, match="damaged .*alignment of 0 bytes"):
+    with pytest.raises(ModelLoadError, match=r"damaged .*alignment of 0 bytes"):
         GgufFile(path)
