@@ -212,7 +212,6 @@ def test_faults_of_the_caller_are_told(tmp_path: Path) -> None:
         GenericDecoder(rig.config, tmp_path, arena, tables, TiledAttention(arena, tables, 4, 2))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rotary tables that this model does not use
 def test_its_layers_cannot_run_apart(tmp_path: Path) -> None:
     """So a worker of such a model begins no first step early."""
     build(SERVED[next(iter(SERVED))]()).save_pretrained(tmp_path)

@@ -147,7 +147,7 @@ def test_a_sliding_window_is_exact_up_to_its_width(tmp_path: Path) -> None:
 # --- other weights ---------------------------------------------------------------------------------------------------
 
 # Nats, of whole distributions, the mean over a prompt. Random weights are hard to round: real ones lose less.
-MAX_KL = {Weights.FP16: 1e-5, Weights.INT8: 5e-3}
+MAX_KL = {Weights.FP16: 1e-4, Weights.INT8: 2e-2}
 
 
 @torch.inference_mode()

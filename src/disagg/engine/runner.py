@@ -118,7 +118,8 @@ class TorchEngine:
         return GenericDecoder(self.config, path, self._arena, self._tables, self._attention)
 
     def _backends(self) -> tuple[AttentionBackend, Operations]:
-        rotary = rotary_tables(self.config, self.device)
+        none = torch.empty(0), torch.empty(0)  # the library turns by itself
+        rotary = rotary_tables(self.config, self.device) if self.config.is_native else none
         library, is_fitting = self._library, self.config.head_dim % NATIVE_HEAD_DIM == 0
         if library is not None and is_fitting and self.layout.dtype in [dtype.value for dtype in KvDtype]:
             library.set_num_threads(torch.get_num_threads())

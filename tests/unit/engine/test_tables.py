@@ -44,6 +44,7 @@ def test_rows_of_those_that_are_gone_are_used_again_and_no_others() -> None:
     tables = BlockTables(100)
     first = {number: tables.place(sequence_id(number), ids(number)) for number in range(FIRST_ROWS)}
     assert sorted(first.values()) == list(range(FIRST_ROWS))
+    kept: dict[int, int] = {}
     for _ in range(2):
         tables.begin_step()
         kept = {number: tables.place(sequence_id(number), ids(number)) for number in range(FIRST_ROWS // 2)}
