@@ -14,6 +14,7 @@ other one.
 Beside speed: how far each engine's scores are from those of transformers in float32 over a fixed text, and how near
 each cell is to what memory and arithmetic allow. The floor of a cell is the larger of (weights + KV) / read bandwidth
 and operations / float32 rate, both measured in the same run; an engine that computes in 16 or 8 bits may pass it.
+Last, what is wanted of each of ours (`peers/targets.py`), and the cells that miss it.
 """
 
 import argparse
@@ -38,6 +39,7 @@ from peers import quality
 from peers.catalog import DEFAULT_PEERS, OURS, Command, Entry, chosen_peers, command_of, our_entries
 from peers.environments import Unavailable
 from peers.fleet import CellFailed, RunningEngine, run_pinned, running
+from peers.targets import best_peer, show_targets
 
 PREFILL_TOKENS = (128, 512, 2048)
 DECODE_CONTEXTS = (256, 1024)
@@ -222,20 +224,6 @@ def floor_s(cell: Cell, config: ModelConfig, measured: Measured, limits: Limits)
     return repeats * max(num_bytes / limits.read_gb_s, operations / limits.gemm_gflop_s) / 1e9
 
 
-def best_peer(cell: Cell, ours: Entry, entries: list[Entry], results: dict[str, Measured]) -> tuple[str, float]:
-    """(name, tokens/s) of the fastest peer that is at least as precise; ('', nan) without one."""
-    rates = {
-        entry.name: results[entry.name].tokens_per_s(cell)
-        for entry in entries
-        if entry.family != OURS and entry.precision >= ours.precision and entry.name in results
-    }
-    rates = {name: rate for name, rate in rates.items() if not math.isnan(rate)}
-    if not rates:
-        return "", math.nan
-    name = max(rates, key=lambda each: rates[each])
-    return name, rates[name]
-
-
 # ---- showing
 
 
@@ -284,6 +272,7 @@ def show(
         "tokens_per_s": {name: _by_cell(cells, rates[name]) for name in names},
         "attained_share": {name: _by_cell(cells, shares[name]) for name in names},
         "ratio_to_best_peer": ratios,
+        "targets": show_targets(entries, cells, results, shares),
         "seconds": {name: results[name].seconds for name in names},
         "failures": {name: results[name].failures for name in names if results[name].failures},
         "limits": msgspec.structs.asdict(limits),

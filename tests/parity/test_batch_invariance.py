@@ -123,6 +123,20 @@ def test_the_check_can_fail_and_a_rule_can_mend() -> None:
     assert find_row_rule(hopeless, 72, 40) is None
 
 
+def test_where_no_rule_holds_nothing_exact_is_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tiny_model(tmp_path, "llama", tie_embeddings=True)
+
+    def is_invariant() -> bool:
+        return make_engine(path, kernels=Kernels.TORCH).is_row_invariant
+
+    assert is_invariant()
+    with monkeypatch.context() as patched:
+        patched.setattr("disagg.engine.linears.find_row_rule", lambda multiply, num_inputs, num_outputs: None)
+        assert not is_invariant()
+    monkeypatch.setattr("disagg.engine.attention.is_row_invariant", lambda function, x, sizes: False)
+    assert not is_invariant()
+
+
 def test_a_rule_cuts_and_pads() -> None:
     seen: list[int] = []
 

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2MLP
 
 from disagg.core.errors import ConfigurationError, InternalFault, ModelLoadError, NotNative
 from disagg.core.ids import BlockId, StepId
+from disagg.core.roles import Numerics, Role
 from disagg.engine.arena import KvArena
 from disagg.engine.attention import RowSpan, TiledAttention
 from disagg.engine.generic import GenericDecoder, describe_model
@@ -21,6 +23,9 @@ from disagg.engine.step import make_step
 from disagg.engine.tables import BlockTables
 from disagg.modelfiles.config import read_config
 from disagg.scheduler.engine import LayerRange, StepPlan
+from disagg.testing.tokenizer_files import write_tiny_tokenizer
+from disagg.worker.config import WorkerConfig
+from disagg.worker.engines import load_engine
 
 BLOCK = 16
 NUM_BLOCKS = 24
@@ -207,7 +212,6 @@ def test_faults_of_the_caller_are_told(tmp_path: Path) -> None:
         GenericDecoder(rig.config, tmp_path, arena, tables, TiledAttention(arena, tables, 4, 2))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rotary tables that this model does not use
 def test_its_layers_cannot_run_apart(tmp_path: Path) -> None:
     """So a worker of such a model begins no first step early."""
     build(SERVED[next(iter(SERVED))]()).save_pretrained(tmp_path)
@@ -216,3 +220,15 @@ def test_its_layers_cannot_run_apart(tmp_path: Path) -> None:
     plan = StepPlan(StepId(0), (make_row(0, [3], 0, [0]),), layers=LayerRange(0, 1))
     with pytest.raises(InternalFault, match=r"cannot run apart; run whole steps \(--partial-start off\)"):
         engine.run_step(plan, lambda _: None)
+
+
+def test_exact_numerics_cannot_be_promised(tmp_path: Path) -> None:
+    build(SERVED["olmo2"]()).save_pretrained(tmp_path)
+    write_tiny_tokenizer(tmp_path)
+    config = WorkerConfig(
+        model="m", served_name="m", role=Role.MIXED, worker_id="w", router_address="", num_blocks=NUM_BLOCKS
+    )
+    with pytest.raises(ConfigurationError, match=r"Olmo2ForCausalLM is not native here, .* add --numerics bounded"):
+        load_engine(config, tmp_path)
+    bounded = msgspec.structs.replace(config, numerics=Numerics.BOUNDED)
+    assert load_engine(bounded, tmp_path).pool.numerics is Numerics.BOUNDED

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 import torch
 from tests.parity.tiny_models import TINY_CONTEXT, TINY_VOCAB, tiny_model, write_gguf
@@ -12,8 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from disagg.core.errors import InternalFault
+from disagg.core.formats import KvDtype, Weights
+from disagg.core.ids import StepId
 from disagg.core.request import EmittedToken, SamplingParams
+from disagg.engine.native.library import load_library
 from disagg.engine.runner import TorchEngine
+from disagg.scheduler.engine import Scoring, StepPlan
 
 NUM_TOP = 20
 SCORED = SamplingParams(max_tokens=64, temperature=0.0, num_logprobs=NUM_TOP)
@@ -137,3 +142,48 @@ def test_a_sliding_window_is_exact_up_to_its_width(tmp_path: Path) -> None:
     read_in_chunks(engine, ids[:WINDOW], 40, reference_scores(model, ids))
     with pytest.raises(InternalFault, match=f"ends at {WINDOW + 1} tokens, the context is {WINDOW}"):
         run(engine, make_row(0, ids[WINDOW:], WINDOW, BLOCKS, SCORED))
+
+
+# --- other weights ---------------------------------------------------------------------------------------------------
+
+# Nats, of whole distributions, the mean over a prompt. Random weights are hard to round: real ones lose less.
+MAX_KL = {Weights.FP16: 1e-4, Weights.INT8: 2e-2}
+
+
+@torch.inference_mode()
+def kl_to(expected: Tensor, engine: TorchEngine, ids: list[int]) -> float:
+    """Mean over the places of a prompt, KV in float16 and read in one go. expected [len(ids), vocab]."""
+    row = msgspec.structs.replace(make_row(0, ids, 0, BLOCKS, None), scoring=Scoring(tuple(ids[1:]), TINY_VOCAB))
+    (scores,) = engine.run_step(StepPlan(StepId(0), (row,)), lambda num_layers: None).scores
+    logs = torch.empty(len(ids) - 1, TINY_VOCAB, dtype=torch.float64)
+    for place, each in enumerate(scores.logprobs):
+        token_ids, values = zip(*each.top, strict=True)
+        logs[place, list(token_ids)] = torch.tensor(values, dtype=torch.float64)
+    return float((expected[:-1].exp() * (expected[:-1] - logs)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("weights", [Weights.FP16, Weights.INT8])
+@pytest.mark.parametrize("case", ALL_CASES)
+def test_other_weights_stay_near_the_reference(tmp_path: Path, case: Case, weights: Weights) -> None:
+    if weights is Weights.INT8 and load_library() is None:
+        pytest.skip("int8 needs the native kernels")
+    model = build(case)
+    model.save_pretrained(tmp_path)
+    engine = make_engine(tmp_path, weights=weights, kv_dtype=KvDtype.FLOAT16)
+    ids = prompt_of(300)
+    kl = kl_to(reference_scores(model, ids), engine, ids)
+    print(f"{case.architecture} {weights.value}: KL {kl:.1e}")
+    assert 0 < kl < MAX_KL[weights]
+
+
+def test_weights_of_six_bits_would_not_pass_for_eight(tmp_path: Path) -> None:
+    """So the bound can fail."""
+    model = build(CASES["llama"])
+    ids = prompt_of(300)
+    expected = reference_scores(model, ids)
+    with torch.inference_mode():
+        for weight in (each for each in model.parameters() if each.dim() == 2):
+            scale = weight.abs().amax(-1, keepdim=True) / 31
+            weight.copy_((weight / scale).round() * scale)
+    model.save_pretrained(tmp_path)
+    assert kl_to(expected, make_engine(tmp_path), ids) > MAX_KL[Weights.INT8]

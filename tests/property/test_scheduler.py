@@ -98,7 +98,8 @@ def test_a_long_prompt_is_read_in_bounded_time_among_endless_short_ones(max_runn
     assert site.now_s - began_s > alone_s * 2  # short ones did overtake it
 
 
-def test_no_prompt_waits_for_ever_for_room() -> None:
+@pytest.mark.parametrize("tenant", ["", "other"])
+def test_no_prompt_waits_for_ever_for_room(tenant: str) -> None:
     """Small ones always fit, one large one only when the pool is nearly empty."""
     rng = random.Random(3)
     site = Site(num_blocks=40, budget=StepBudget(64, 16, 8))
@@ -112,16 +113,18 @@ def test_no_prompt_waits_for_ever_for_room() -> None:
     small()
     site.run(until=lambda: len(site.ended) > 20)
     began_s = site.now_s
-    site.start(SequenceSpec(sequence_id(0), tuple(rng.randrange(900) for _ in range(140)), SamplingParams(4)))
+    prompt = tuple(rng.randrange(900) for _ in range(140))
+    site.start(SequenceSpec(sequence_id(0), prompt, SamplingParams(4), tenant=tenant))
     site.run(until=lambda: sequence_id(0) in site.ended or site.now_s > began_s + 60)
     assert site.now_s - began_s < 10
 
 
 @pytest.mark.parametrize("itl_target", [0.0, 0.05])
-@pytest.mark.parametrize("max_running", [1, 4, 16])
-def test_a_tenant_with_a_tenth_of_the_requests_gets_half(itl_target: float, max_running: int) -> None:
+@pytest.mark.parametrize(("max_running", "num_blocks"), [(1, 1000), (4, 1000), (16, 1000), (16, 60)])
+def test_a_tenant_with_a_tenth_of_the_requests_gets_half(itl_target: float, max_running: int, num_blocks: int) -> None:
+    """Whether steps, places or blocks are what there is too little of."""
     rng = random.Random(7)
-    site = Site(num_blocks=1000, budget=StepBudget(64, 16, max_running, itl_target), checks=False)
+    site = Site(num_blocks=num_blocks, budget=StepBudget(64, 16, max_running, itl_target), checks=False)
     numbers = iter(rng.sample(range(1100), 1100))
     tenants = ["big"] * 1000 + ["small"] * 100
     rng.shuffle(tenants)

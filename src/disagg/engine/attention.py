@@ -69,6 +69,10 @@ class TiledPlan(NamedTuple):
 class AttentionBackend(Protocol):
     """Attention over the arena. The plan is made once per step and used in every layer; only its maker looks inside."""
 
+    @property
+    def is_row_invariant(self) -> bool:
+        """Whether a row's result is independent of its batch and its chunk, bit for bit."""
+
     def plan(self, spans: Sequence[RowSpan]) -> object:
         """Spans in the order of their rows; single tokens first, shortest first, batch best."""
 
@@ -88,9 +92,10 @@ class TiledAttention:
         self._block_size = arena.layout.block_size
         self._scale = self._head_dim**-0.5
         self._device = arena.tensor.device
-        if min_rows is None:
-            min_rows = find_min_rows(self._num_kv_heads, self._head_dim) if self._device.type == "cpu" else 1
-        self.min_rows = min_rows
+        is_cpu = self._device.type == "cpu"
+        found = find_min_rows(self._num_kv_heads, self._head_dim) if min_rows is None and is_cpu else min_rows
+        self.is_row_invariant = found is not None  # on a GPU nobody has looked
+        self.min_rows = found or (MIN_ROWS_CANDIDATES[-1] if is_cpu else 1)
 
     def plan(self, spans: Sequence[RowSpan]) -> TiledPlan:
         groups: list[AttentionGroup] = []
@@ -193,8 +198,8 @@ def attend_tiles(queries: Tensor, keys: Tensor, values: Tensor, first_masked: in
     return out
 
 
-def find_min_rows(num_kv_heads: int, head_dim: int) -> int:
-    """Fewest rows per product at which attention rows are independent of each other on this CPU."""
+def find_min_rows(num_kv_heads: int, head_dim: int) -> int | None:
+    """Fewest rows per product at which attention rows are independent of each other on this CPU; None: not found."""
     generator = torch.Generator().manual_seed(head_dim)
     keys, values = torch.randn(2, num_kv_heads, 2 * TILE, head_dim, generator=generator).unbind(0)
     queries = torch.randn(130, num_kv_heads * head_dim, generator=generator)
@@ -207,7 +212,7 @@ def find_min_rows(num_kv_heads: int, head_dim: int) -> int:
 
         if is_row_invariant(attend, queries, (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 21, 48, 64, 100)):
             return min_rows
-    return MIN_ROWS_CANDIDATES[-1]
+    return None
 
 
 def _num_tiles(span: RowSpan) -> int:

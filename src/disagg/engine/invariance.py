@@ -44,6 +44,7 @@ class RowRule(NamedTuple):
     min_rows: int
     max_rows: int = NO_LIMIT
     is_unpacked: bool = False  # holds for weights in their plain layout only
+    holds: bool = True  # False: taken for want of one that keeps rows independent
 
     def apply(self, multiply: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """multiply(x) for x [M, K] -> [M, N], by this rule."""

@@ -52,8 +52,6 @@ class Rows(NamedTuple):
 class Llama:
     """The weights and how a step flows through them."""
 
-    is_row_invariant = True
-
     def __init__(
         self,
         config: ModelConfig,
@@ -76,6 +74,8 @@ class Llama:
         self._norm = weights.take("model.norm.weight", hidden).to(device)
         head = embedding if config.tie_embeddings else self._matrix(["lm_head.weight"], [(vocab, hidden)])
         self._head = linears.make(head, is_head=True)
+        weights.check_all_taken(config.num_layers)
+        self.is_row_invariant = linears.is_row_invariant and attention.is_row_invariant
 
     def _matrix(self, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> StoredMatrix:
         """Matrices below each other."""

@@ -27,6 +27,8 @@ class NativePlan(NamedTuple):
 class NativeAttention:
     """head_dim is a multiple of 16, the cache float32 or float16."""
 
+    is_row_invariant = True  # sums run in order of position, in tiles that begin at fixed ones
+
     def __init__(self, library: NativeLibrary, arena: KvArena, tables: BlockTables) -> None:
         self._library = library
         self._arena = arena

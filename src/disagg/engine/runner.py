@@ -21,6 +21,7 @@ from disagg.core.request import EmittedToken
 from disagg.core.spans import KvLayout
 from disagg.engine.arena import KvArena
 from disagg.engine.attention import AttentionBackend, RowSpan, TiledAttention
+from disagg.engine.device import torch_arithmetic
 from disagg.engine.generic import GenericDecoder, describe_model
 from disagg.engine.grammar import GrammarMasks, StartGrammar, no_grammars
 from disagg.engine.linears import LinearMaker
@@ -100,9 +101,12 @@ class TorchEngine:
 
     def _kernels_name(self, weights: Weights) -> str:
         """Workers of one name give the same bits."""
-        if self._library is None:
-            return "torch"
-        return "native" if weights is Weights.INT8 else self._library.arithmetic
+        torch_name = torch_arithmetic(self.device)
+        if self._library is None or not isinstance(self._model, Llama):
+            return torch_name
+        products = "native" if weights is Weights.INT8 else self._library.arithmetic
+        is_all = isinstance(self._attention, NativeAttention)
+        return products if is_all else f"{products}, attention by {torch_name}"
 
     def _load(self, path: Path, weights: Weights) -> Llama | GenericDecoder:
         if self.config.is_native:
@@ -114,7 +118,8 @@ class TorchEngine:
         return GenericDecoder(self.config, path, self._arena, self._tables, self._attention)
 
     def _backends(self) -> tuple[AttentionBackend, Operations]:
-        rotary = rotary_tables(self.config, self.device)
+        none = torch.empty(0), torch.empty(0)  # the library turns by itself
+        rotary = rotary_tables(self.config, self.device) if self.config.is_native else none
         library, is_fitting = self._library, self.config.head_dim % NATIVE_HEAD_DIM == 0
         if library is not None and is_fitting and self.layout.dtype in [dtype.value for dtype in KvDtype]:
             library.set_num_threads(torch.get_num_threads())

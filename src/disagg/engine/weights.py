@@ -40,6 +40,9 @@ _GGUF_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+# A tensor of a layer, under whatever name; old converters wrote rotary frequencies too, which the config gives.
+_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.(?!.*\binv_freq$)")
+_PLAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class StoredTensor(Protocol):
@@ -68,6 +71,7 @@ class WeightTable:
     def __init__(self, tensors: Mapping[str, StoredTensor], path: Path) -> None:
         self._tensors = tensors
         self._path = path
+        self._taken: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -90,6 +94,14 @@ class WeightTable:
         """Matrices of one width below each other."""
         return StoredMatrix(self._all_found(names, shapes), device)
 
+    def check_all_taken(self, num_layers: int) -> None:
+        """Raises ModelLoadError when layers below num_layers have tensors that nobody took: they would be left out."""
+        for name in sorted(self._tensors.keys() - self._taken):
+            layer = _LAYER.match(name)
+            if layer is not None and int(layer[1]) < num_layers:
+                text = f"{self._path} has a tensor {name}, which models of its architecture do not have here"
+                raise ModelLoadError(f"{text}: its answers would be wrong; choose another model")
+
     def _all_found(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[StoredTensor]:
         return [self._found(name, shape) for name, shape in zip(names, shapes, strict=True)]
 
@@ -101,6 +113,7 @@ class WeightTable:
             raise ModelLoadError(
                 f"tensor {name} of {self._path} is {tensor.shape}, config says {shape}; files and config differ"
             )
+        self._taken.add(name)
         return tensor
 
 
@@ -147,6 +160,7 @@ def load_weights(path: Path, config: ModelConfig) -> WeightTable:
 class _SafeTensor(NamedTuple):
     """In a safetensors file, which stays open as long as this is held."""
 
+    path: Path
     file: Any
     name: str
 
@@ -156,6 +170,11 @@ class _SafeTensor(NamedTuple):
 
     def stored(self) -> Tensor:
         tensor: Tensor = self.file.get_tensor(self.name)  # of the mapped file
+        if tensor.dtype not in _PLAIN_DTYPES:  # whose scales would be elsewhere
+            raise ModelLoadError(
+                f"tensor {self.name} of {self.path} is stored as {tensor.dtype}, which is not read; "
+                "give weights in F32, F16 or BF16, or a GGUF file"
+            )
         return tensor if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.to(torch.float32)
 
     def read_into(self, out: Tensor) -> None:
@@ -172,7 +191,7 @@ def _read_safetensors(path: Path) -> dict[str, StoredTensor]:
             raise ModelLoadError(f"{file} is missing; the model has several files, download all of them")
         try:
             shard: Any = safe_open(file, framework="pt", device="cpu")
-            tensors.update((name, _SafeTensor(shard, name)) for name in shard.keys())  # noqa: SIM118
+            tensors.update((name, _SafeTensor(file, shard, name)) for name in shard.keys())  # noqa: SIM118
         except SafetensorError as error:
             raise ModelLoadError(f"{file} is damaged ({error}); download it again") from error
     return tensors
@@ -244,9 +263,7 @@ class _GgufWeight(NamedTuple):
 def _read_gguf(file: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for name in file.tensors:
-        canonical = _canonical_name(name)
-        if canonical is None:
-            continue
+        canonical = _canonical_name(name) or name
         interleaved_heads = 0
         if config.architecture == "llama" and ".q_proj." in canonical:
             interleaved_heads = config.num_heads
@@ -257,7 +274,7 @@ def _read_gguf(file: GgufFile, config: ModelConfig) -> dict[str, StoredTensor]:
 
 
 def _canonical_name(name: str) -> str | None:
-    """Hugging Face's name of a GGUF tensor; None for one that is not a weight (rope factors)."""
+    """Hugging Face's name of a GGUF tensor; None for one that we know no other name of."""
     stem, _, suffix = name.rpartition(".")
     layer = _GGUF_LAYER.fullmatch(stem)
     prefix = f"model.layers.{layer[1]}." if layer else ""

@@ -1,6 +1,7 @@
 """A model's geometry, read from a Hugging Face directory (config.json) or a GGUF file."""
 
 import json
+import math
 from pathlib import Path
 from typing import TypeVar
 
@@ -91,6 +92,12 @@ class _HfScaling(msgspec.Struct, frozen=True):
         )
 
 
+class _HfQuantization(msgspec.Struct, frozen=True):
+    """Weights that are no plain floats: other files, or the same names with scales beside them."""
+
+    quant_method: str = "unknown"
+
+
 class _HfConfig(msgspec.Struct, frozen=True):
     """The parts of config.json that matter. UNSET is told from null where a missing entry means something else."""
 
@@ -114,6 +121,7 @@ class _HfConfig(msgspec.Struct, frozen=True):
     sliding_window: int | msgspec.UnsetType | None = msgspec.UNSET
     use_sliding_window: bool | None = None
     max_window_layers: int | None = None
+    quantization_config: _HfQuantization | None = None
 
     @property
     def scaling(self) -> _HfScaling:
@@ -155,18 +163,16 @@ def read_config(path: Path) -> ModelConfig:
 
 
 def _read_hf(path: Path) -> ModelConfig:
-    text = path.read_bytes()
-    try:
-        names = json.loads(text).get("architectures") or ["none"]
-    except (ValueError, AttributeError) as error:
-        raise ModelLoadError(f"{path} is not a JSON object ({error}); download the model again") from error
-    architecture = ARCHITECTURES.get(str(names[0]))
+    found = _read_object(path)
+    names = found.get("architectures") or ["none"]
+    name = names[0] if isinstance(names, list) else names
+    architecture = ARCHITECTURES.get(str(name))
     if architecture is None:
         raise NotNative(
-            f"architecture {names[0]!r} of {path} is not supported natively; supported: {', '.join(ARCHITECTURES)}"
+            f"architecture {name!r} of {path} is not supported natively; supported: {', '.join(ARCHITECTURES)}"
         )
     try:
-        raw = msgspec.json.decode(text, type=_HfConfig)
+        raw = msgspec.convert(found, type=_HfConfig)
     except msgspec.ValidationError as error:
         raise ModelLoadError(f"{path} lacks what the model needs: {error}; download the model again") from error
     _refuse_unsupported(raw, architecture, path)
@@ -195,6 +201,17 @@ def _read_hf(path: Path) -> ModelConfig:
         has_qk_norm=architecture == "qwen3",
         sliding_window=window,
     )
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    """By Python's own reader, which takes what Python's own writer may have written: infinities, a byte order mark."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{path} is not a JSON object ({error}); download the model again") from error
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{path} is not a JSON object ({type(found).__name__}); download the model again")
+    return found
 
 
 def _first(*values: T | None) -> T:
@@ -226,6 +243,11 @@ def _max_context(max_positions: int, scaling: RopeScaling, window: int | None) -
 
 
 def _refuse_unsupported(raw: _HfConfig, architecture: str, path: Path) -> None:
+    if raw.quantization_config is not None:
+        raise NotNative(
+            f"weights quantised by {raw.quantization_config.quant_method!r} in {path} are not read natively; "
+            "use weights in F32, F16 or BF16, or a GGUF file"
+        )
     if raw.attention_bias and architecture != "qwen2":
         raise NotNative(
             f"attention_bias=true of {path} is not supported natively; of the native models only qwen2 has a QKV bias"
@@ -260,6 +282,11 @@ def _read_gguf(file: GgufFile) -> ModelConfig:
         raise ModelLoadError(
             f"architecture {architecture!r} of {file.path} is not supported; supported in GGUF: "
             f"{', '.join(GGUF_ARCHITECTURES)}: use the model's Hugging Face directory instead"
+        )
+    if num_experts := file.integer(f"{architecture}.expert_count", 0):
+        raise ModelLoadError(
+            f"{file.path} has {num_experts} experts a layer, which is not supported in GGUF; "
+            "use the model's Hugging Face directory instead"
         )
     num_heads = file.integer(f"{architecture}.attention.head_count")
     hidden_size = file.integer(f"{architecture}.embedding_length")
@@ -345,6 +372,8 @@ def _checked(config: ModelConfig, path: Path) -> ModelConfig:
         raise ModelLoadError(f"head_dim={config.head_dim} of {path} must be even: rotary positions turn pairs")
     if config.max_context < 1:
         raise ModelLoadError(f"max_context={config.max_context} of {path} must be at least 1 token")
+    if not 0 < config.rope_theta < math.inf:
+        raise ModelLoadError(f"rope_theta={config.rope_theta} of {path} must be positive: angles are its powers")
     if config.rope_factors and len(config.rope_factors) != config.head_dim // 2:
         raise ModelLoadError(
             f"{len(config.rope_factors)} rope factors of {path}, expected head_dim/2 = {config.head_dim // 2}"

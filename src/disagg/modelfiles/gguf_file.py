@@ -220,6 +220,8 @@ class GgufFile:
             fields[name] = cursor.value(ValueKind(int(cursor.unpack("<I"))))
         entries = [self._tensor_entry(cursor) for _ in range(num_tensors)]
         alignment = self.integer("general.alignment", DEFAULT_ALIGNMENT)
+        if alignment < 1:
+            raise ValueError(f"alignment of {alignment} bytes")
         start = math.ceil(cursor.offset / alignment) * alignment
         for entry in entries:
             tensor = entry._replace(offset=start + entry.offset)
@@ -234,6 +236,8 @@ class GgufFile:
         reversed_shape = [int(cursor.unpack("<Q")) for _ in range(num_dims)]
         kind = tensor_kind(int(cursor.unpack("<I")))
         offset = int(cursor.unpack("<Q"))
+        if any(width % kind.block_elements for width in reversed_shape[:1]):
+            raise ValueError(f"{name} has rows of {reversed_shape[0]}, which are no whole blocks of {kind.name}")
         num_bytes = math.prod(reversed_shape) // kind.block_elements * kind.block_bytes
         return GgufTensor(name, tuple(reversed(reversed_shape)), kind, offset, num_bytes)
 

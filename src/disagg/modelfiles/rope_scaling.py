@@ -40,16 +40,16 @@ class RopeFactors(NamedTuple):
 def rope_factors(scaling: RopeScaling, head_dim: int, theta: float) -> RopeFactors:
     """Divisors and factor for heads of head_dim whose frequencies are theta ** (-2 i / head_dim).
 
-    Raises ValueError for a kind that is not in KINDS and for a factor that is not positive.
+    Raises ValueError for a kind that is not in KINDS and for a factor that is no positive number.
     """
     if scaling.kind not in KINDS:
         raise ValueError(f"rope scaling {scaling.kind!r} is unknown; known: {', '.join(KINDS)}")
     if scaling.kind == "default":
         return RopeFactors()
-    if not scaling.factor > 0 or scaling.original_context < 1:
+    if not 0 < scaling.factor < math.inf or scaling.original_context < 1:
         raise ValueError(
             f"rope scaling {scaling.kind!r} with factor={scaling.factor} over {scaling.original_context} tokens; "
-            "both must be positive"
+            "both must be positive numbers"
         )
     pairs = range(head_dim // 2)
     if scaling.kind == "linear":

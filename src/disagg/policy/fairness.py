@@ -1,9 +1,10 @@
-"""How much each tenant has had of a worker, so that the next prompt can be of the one that has had least.
+"""How much each tenant has had of a worker, so that the next turn can be of the one that has had least.
 
 Virtual token counters after Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024: a tenant is charged
-for every prompt token computed for it; the least charged one is served next; a tenant that comes back from idleness
-starts level with the least charged of those that are waiting, so that nobody saves up service. Charges decay, so that
-old ones are not held against anybody.
+for every prompt token computed for it, for the room of each hand-off that is let in, and for every block by which its
+answers grow; the least charged one is served next; a tenant that comes back from idleness starts level with the least
+charged of those that are waiting, so that nobody saves up service. Charges decay, so that old ones are not held against
+anybody.
 """
 
 import math
@@ -17,7 +18,7 @@ MAX_EXPONENT = 64.0  # half-lives until charges are put on a new scale
 
 
 class TenantService:
-    """Tokens computed per tenant, decayed. Charges are kept as of `_epoch_s`, so that time passing changes nothing."""
+    """Tokens per tenant, decayed. Charges are kept as of `_epoch_s`, so that time passing changes nothing."""
 
     def __init__(self) -> None:
         self._epoch_s = 0.0
@@ -29,7 +30,7 @@ class TenantService:
         return len(self._charges) + len(self._idle)
 
     def arrive(self, tenant: str, now_s: float) -> None:
-        """One more prompt of this tenant is to be computed."""
+        """One more sequence of this tenant waits for its turn."""
         if tenant in self._num_open:
             self._num_open[tenant] += 1
             return
@@ -39,7 +40,7 @@ class TenantService:
         self._num_open[tenant] = 1
 
     def leave(self, tenant: str) -> None:
-        """A prompt of this tenant is computed, or will not be."""
+        """A sequence of this tenant has had its turn, or will not."""
         self._num_open[tenant] -= 1
         if self._num_open[tenant] == 0:
             del self._num_open[tenant]
@@ -48,10 +49,15 @@ class TenantService:
                 self._idle.popitem(last=False)
 
     def charge(self, tenant: str, num_tokens: int, now_s: float) -> None:
-        """Prompt tokens were computed for a tenant with work here."""
-        if tenant in self._charges:
+        """It has had so many. One that has long had nothing, and is forgotten, is not charged."""
+        table = self._charges if tenant in self._charges else self._idle
+        if tenant in table:
             self._set_epoch(now_s)
-            self._charges[tenant] += num_tokens * self._growth(now_s)
+            table[tenant] += num_tokens * self._growth(now_s)
+
+    def had(self, tenant: str) -> float:
+        """Of a tenant with work here, to compare it with others: on a scale of its own, whatever the time."""
+        return self._charges.get(tenant, 0.0)
 
     def services(self, now_s: float) -> dict[str, float]:
         """Decayed tokens of each tenant with work here."""

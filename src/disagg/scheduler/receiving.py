@@ -39,7 +39,7 @@ class Receiving:
     def __init__(self, state: SchedulerState, closing: Closing) -> None:
         self._state = state
         self._closing = closing
-        self._offers = RoomOffers(state.sequences)
+        self._offers = RoomOffers(state.sequences, state.tenants)
 
     def on_request_reservation(self, peer: WorkerId, message: RequestReservation) -> None:
         sequence, destination = self.find(message.handoff_id)
@@ -71,9 +71,9 @@ class Receiving:
     ) -> AnswerReservation:
         state, config, num_tokens = self._state, self._state.config, message.num_tokens
         hashes = state.extend_hashes(sequence, num_tokens)
+        to_hold = sequence.num_tokens_to_hold(config.answer_headroom)
         allocation = None
         if self._may_have_blocks(sequence):
-            to_hold = sequence.num_tokens_to_hold(config.answer_headroom)
             allocation = state.cache.try_reserve(hashes, num_tokens, to_hold, state.num_spare_blocks)
         if allocation is None:
             state.refuse(sequence)
@@ -83,6 +83,7 @@ class Receiving:
         first_missing = min(allocation.num_cached * state.cache.block_size, num_tokens)
         theirs = state.peers[destination.peer].layout
         destination.reserve(allocation, first_missing, num_tokens, config.layout, shared_heads(theirs, config.layout))
+        state.tenants.charge(sequence.spec.tenant, to_hold, state.now_s)
         state.leases.lease(destination, state.now_s + config.lease_s)
         state.move(sequence, SequenceTrigger.BLOCKS_RESERVED)
         sequence.num_cached = first_missing
@@ -103,16 +104,17 @@ class Receiving:
         return not self._state.is_full() and not self._state.would_overtake(sequence)
 
     def offer_room(self) -> None:
-        """Tell the source of the oldest refused hand-off once that fits; those behind it wait."""
+        """Tell the source of the refused hand-off whose turn it is once that fits; those behind it wait."""
         state = self._state
-        sequence = self._offers.next_sequence(state.now_s)
-        destination = sequence.destination if sequence is not None else None
-        if sequence is None or destination is None or not self._may_have_blocks(sequence):
+        for sequence in self._offers.next_sequences(state.now_s):
+            destination = sequence.destination
+            if destination is None or not self._may_have_blocks(sequence):
+                continue
+            to_hold = sequence.num_tokens_to_hold(state.config.answer_headroom)
+            if state.cache.can_reserve(sequence.hashes, sequence.num_to_read, to_hold, state.num_spare_blocks):
+                self._offers.tell(sequence, destination, state.now_s + state.config.retry_s)
+                state.tell(destination.peer, OfferReservation(destination.handoff_id, destination.fence))
             return
-        to_hold = sequence.num_tokens_to_hold(state.config.answer_headroom)
-        if state.cache.can_reserve(sequence.hashes, sequence.num_to_read, to_hold, state.num_spare_blocks):
-            self._offers.tell(sequence, destination, state.now_s + state.config.retry_s)
-            state.tell(destination.peer, OfferReservation(destination.handoff_id, destination.fence))
 
     def next_offer_s(self) -> float:
         """When offer_room() may have something to tell although nothing has happened; infinity for never."""

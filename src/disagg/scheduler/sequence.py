@@ -92,7 +92,7 @@ class Sequence:
         self._work: PromptWork | None = None
         self.grammar_until_s: float | None = None  # while its grammar is prepared: for how long at most
         self.is_in_step = False
-        self.is_counted = False  # among its tenant's open prompts
+        self.is_counted = False  # among its tenant's that await their turn
 
     @property
     def sequence_id(self) -> SequenceId:
@@ -142,8 +142,12 @@ class Sequence:
     @property
     def reads_here(self) -> bool:
         """Whether a prompt is still to be computed on this worker."""
-        is_open = self.state in (SequenceState.WAITING, SequenceState.PREFILLING)
-        return is_open and self.task is not Task.DECODE
+        return self.awaits_turn and self.task is not Task.DECODE
+
+    @property
+    def awaits_turn(self) -> bool:
+        """Whether others can go before it: it has no room here yet, or its prompt is being read."""
+        return self.state in (SequenceState.WAITING, SequenceState.PREFILLING)
 
     @property
     def prompt_work(self) -> PromptWork:

@@ -7,7 +7,7 @@ others    by state
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 
 from disagg.core.errors import InternalFault
@@ -26,7 +26,8 @@ class SequenceTable:
         self._in_state: dict[SequenceState, _Listed] = {state: {} for state in SequenceState}
         self._waiting: dict[Task, _Listed] = {task: {} for task in Task}  # without blocks
         self._asking: _Listed = {}  # waiting, with blocks
-        self._refused: _Listed = {}  # waiting, and there was no room at least once; in the order of the first time
+        # Waiting, and there was no room at least once, by tenant; each in the order of the first time.
+        self._refused: dict[str, _Listed] = {}
         self._order: list[tuple[int, int]] = []  # of streams that do not stand: (-priority, arrival), ascending
         self._standing: set[int] = set()  # arrivals
         self._streams: tuple[Sequence, ...] | None = None  # in that order, until one begins or ends
@@ -84,11 +85,13 @@ class SequenceTable:
     def refuse(self, sequence: Sequence, now_s: float) -> None:
         """There was no room for a waiting sequence."""
         sequence.refused_since_s = min(sequence.refused_since_s, now_s)
-        self._refused[sequence.arrival] = sequence
+        self._refused.setdefault(sequence.spec.tenant, {})[sequence.arrival] = sequence
 
     def forget_refusal(self, sequence: Sequence) -> None:
         """It waits no more."""
-        self._refused.pop(sequence.arrival, None)
+        listed = self._refused.get(sequence.spec.tenant, {})
+        if listed.pop(sequence.arrival, None) is not None and not listed:
+            del self._refused[sequence.spec.tenant]
         sequence.refused_since_s = float("inf")
 
     def in_state(self, *states: SequenceState) -> Iterator[Sequence]:
@@ -119,14 +122,14 @@ class SequenceTable:
             self._streams = tuple([decoding[arrival] for _, arrival in self._order])
         return self._streams
 
-    def would_overtake(self, sequence: Sequence, limit_s: float) -> bool:
-        """Somebody older has been refused room since before limit_s."""
-        for other in self._refused.values():
-            if other.refused_since_s >= limit_s:
-                return False  # the others were refused later
-            if other.arrival < sequence.arrival:
-                return True
-        return False
+    def would_overtake(self, sequence: Sequence, limit_s: float, had: Callable[[str], float]) -> bool:
+        """Somebody older has been refused room since before limit_s, of its tenant or of one that had no more."""
+        own = sequence.spec.tenant
+        return any(
+            _is_any_older(listed, sequence.arrival, limit_s)
+            for tenant, listed in self._refused.items()
+            if tenant == own or had(tenant) <= had(own)
+        )
 
     def check_invariants(self, sequences: Collection[Sequence]) -> None:
         """sequences: all there are."""
@@ -142,14 +145,25 @@ class SequenceTable:
         if self._asking.keys() != {arrival for arrival, each in waiting.items() if each.blocks}:
             raise InternalFault(f"listed as waiting with blocks are arrivals {sorted(self._asking)}, which is not so")
         refused = {arrival for arrival, each in waiting.items() if each.refused_since_s < float("inf")}
-        if self._refused.keys() != refused:
-            raise InternalFault(f"refused are arrivals {sorted(refused)}, listed {sorted(self._refused)}")
-        since_s = [each.refused_since_s for each in self._refused.values()]
-        if since_s != sorted(since_s):
-            raise InternalFault("the refused are not listed in the order in which they were")
+        listed_apart = [arrival for listed in self._refused.values() for arrival in listed]
+        if sorted(listed_apart) != sorted(refused):
+            raise InternalFault(f"refused are arrivals {sorted(refused)}, listed {sorted(listed_apart)}")
+        for tenant, listed in self._refused.items():
+            since_s = [each.refused_since_s for each in listed.values()]
+            if not listed or since_s != sorted(since_s) or {each.spec.tenant for each in listed.values()} != {tenant}:
+                raise InternalFault(f"the refused of {tenant!r} are not its own, in the order in which they were")
         decoding = self._in_state[SequenceState.DECODING]
         if not self._standing <= decoding.keys():
             raise InternalFault("a stream stands that does not decode")
         moving = [each for arrival, each in decoding.items() if arrival not in self._standing]
         if self.streams() != tuple(sorted(moving, key=lambda each: (-each.spec.priority, each.arrival))):
             raise InternalFault("the ordered streams are not those that decode, or not in their order")
+
+
+def _is_any_older(listed: _Listed, arrival: int, limit_s: float) -> bool:
+    for other in listed.values():
+        if other.refused_since_s >= limit_s:
+            return False  # the others were refused later
+        if other.arrival < arrival:
+            return True
+    return False

@@ -150,12 +150,12 @@ class SchedulerState:
         return (by_id[item.sequence_id] for item in ordered)
 
     def _count_open(self, sequence: Sequence) -> None:
-        reads_here = sequence.reads_here
-        if reads_here and not sequence.is_counted:
+        awaits_turn = sequence.awaits_turn
+        if awaits_turn and not sequence.is_counted:
             self.tenants.arrive(sequence.spec.tenant, self.now_s)
-        elif sequence.is_counted and not reads_here:
+        elif sequence.is_counted and not awaits_turn:
             self.tenants.leave(sequence.spec.tenant)
-        sequence.is_counted = reads_here
+        sequence.is_counted = awaits_turn
 
     # --- prefixes ----------------------------------------------------------------------------------------------
 
@@ -232,8 +232,8 @@ class SchedulerState:
         return self.table.num_in_state(SequenceState.DECODING)
 
     def would_overtake(self, sequence: Sequence) -> bool:
-        """Somebody older has been refused room for too long to be overtaken again."""
-        return self.table.would_overtake(sequence, self.now_s - self.config.starvation_s)
+        """Somebody older has been refused room for too long to be overtaken again, by a tenant that has had as much."""
+        return self.table.would_overtake(sequence, self.now_s - self.config.starvation_s, self.tenants.had)
 
     # --- rules -------------------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class SchedulerState:
                 sequence.destination.check_invariants()
             if (sequence.partial is not None) != (sequence in begun):
                 raise InternalFault(f"{attempt_id} has begun its first step and is not listed")
-            if sequence.is_counted != sequence.reads_here:
+            if sequence.is_counted != sequence.awaits_turn:
                 raise InternalFault(f"{attempt_id} is {sequence.state} and counted otherwise")
             if sequence.is_live != (self._live.get(attempt_id.sequence_id) is sequence):
                 raise InternalFault(f"{attempt_id} is {sequence.state} and listed otherwise")

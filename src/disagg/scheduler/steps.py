@@ -183,6 +183,7 @@ class Steps:
         if blocks is None:
             return False
         stream.blocks = (*stream.blocks, *blocks)
+        self._state.tenants.charge(stream.spec.tenant, missing * cache.block_size, self._state.now_s)
         return True
 
     def _preempt(self, stream: Sequence) -> None:

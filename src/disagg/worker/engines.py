@@ -74,7 +74,8 @@ def load_engine(config: WorkerConfig, model_path: Path) -> LoadedEngine:
         start_grammar=grammars.start,
     )
     if config.numerics is Numerics.EXACT and not engine.is_row_invariant:
-        text = f"{model.architecture} is not native here, so its answers depend on what is computed beside them"
+        how = "is computed by torch here, whose sums change with the batch" if model.is_native else "is not native here"
+        text = f"{model.architecture} {how}, so its answers depend on what is computed beside them"
         raise ConfigurationError(f"{text}: exact numerics cannot be promised, add --numerics bounded")
     pool = PoolCard(
         model=config.served_name,

@@ -10,9 +10,12 @@ from tests.unit.engine.steps import GREEDY, generate, make_engine, make_row, run
 from transformers import PreTrainedModel
 
 from disagg.core.errors import ConfigurationError, InternalFault, ModelLoadError
+from disagg.core.formats import Kernels
 from disagg.core.ids import StepId
 from disagg.core.request import SamplingParams
+from disagg.engine.device import torch_arithmetic
 from disagg.engine.model import Llama
+from disagg.engine.native.library import load_library
 from disagg.engine.step import LayerDone, StepTensors
 from disagg.scheduler.engine import StepPlan, StepRow, TokenHistory
 
@@ -39,7 +42,7 @@ def reference_greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int)
     return ids[len(prompt) :]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tie_embeddings", [True, False])
 def test_greedy_tokens_equal_the_reference(tmp_path: Path, architecture: str, tie_embeddings: bool) -> None:
     model = tiny_model(architecture, tie_embeddings=tie_embeddings)
@@ -177,6 +180,20 @@ def test_stale_bytes_in_foreign_blocks_cannot_reach_a_result(shared_engine_path:
     clean = generate(engine, prompt, [3, 4, 5], 6)
     engine.arena.tensor.fill_(float("nan"))
     assert generate(engine, prompt, [3, 4, 5], 6) == clean
+
+
+@pytest.mark.parametrize(("hidden_size", "is_fitting"), [(96, True), (72, False)])
+def test_what_gives_other_bits_has_another_name(tmp_path: Path, hidden_size: int, is_fitting: bool) -> None:
+    """Heads of 16 go through the native attention, heads of 12 through torch's: the card says so, with its version."""
+    path = write_tiny_model(tmp_path, hidden_size=hidden_size)
+    own = torch_arithmetic(torch.device("cpu"))
+    assert torch.__version__ in own
+    assert make_engine(path, kernels=Kernels.TORCH).arithmetic == f"fp32, {own}"
+    library = load_library()
+    if library is None:
+        pytest.skip("no native kernels here")
+    rest = "" if is_fitting else f", attention by {own}"
+    assert make_engine(path, kernels=Kernels.PORTABLE).arithmetic == f"fp32, native{rest}"
 
 
 def test_two_rows_of_one_sequence_cannot_share_a_step(shared_engine_path: Path) -> None:

@@ -1,12 +1,15 @@
 """Weights from GGUF files and Hugging Face directories are the same weights."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.parity.tiny_models import tiny_model, write_gguf
 from tests.unit.engine.steps import generate, make_engine
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from disagg.core.errors import ConfigurationError, ModelLoadError
@@ -208,6 +211,41 @@ def test_directories_without_readable_weights_are_refused(tmp_path: Path) -> Non
     (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ModelLoadError, match=r"index\.json is damaged"):
         load_weights(tmp_path, config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_weights_whose_scales_lie_elsewhere_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """By dtype too: not every folder's config says that its weights are quantised."""
+    tiny_model().save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda tensors: {V_NAME: tensors[V_NAME].to(dtype)})
+    with pytest.raises(ModelLoadError, match=rf"{V_NAME} of .* is stored as {dtype}, which is not read; give weights"):
+        make_engine(tmp_path)
+
+
+def test_a_tensor_that_would_be_left_out_is_refused(tmp_path: Path) -> None:
+    model = tiny_model()
+    model.model.layers[1].self_attn.o_proj.bias = torch.nn.Parameter(torch.ones(72))
+    model.save_pretrained(tmp_path)
+    for path in (tmp_path, write_gguf(tmp_path / "model.gguf", model)):
+        with pytest.raises(
+            ModelLoadError, match=r"tensor model\.layers\.1\.self_attn\.o_proj\.bias, which models of its"
+        ):
+            make_engine(path)
+
+
+def test_what_is_of_no_layer_may_be_left_out(tmp_path: Path) -> None:
+    """Rotary frequencies, which older converters wrote; layers past the last; a head that is the embedding again."""
+    tiny_model().save_pretrained(tmp_path)
+    names = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.99.mlp.gate_proj.weight", "lm_head.weight")
+    rewrite(tmp_path, lambda tensors: {name: torch.ones(3) for name in names})
+    generate(make_engine(tmp_path), PROMPT, [0, 1, 2, 3], 2)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Replace tensors of the folder's one file, or add some."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file(tensors | change(tensors), file)
 
 
 def test_int8_needs_the_native_kernels() -> None:

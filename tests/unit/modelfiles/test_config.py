@@ -1,6 +1,7 @@
 """Geometry from config.json and GGUF headers, and refusals that say what to do."""
 
 import json
+import math
 import struct
 from pathlib import Path
 
@@ -178,6 +179,9 @@ def test_llama3_rope_keeps_short_waves_and_stretches_long_ones(tmp_path: Path) -
         ({"head_dim": 7}, "head_dim=7"),
         ({"max_position_embeddings": 0}, "max_context=0"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, r"rope scaling .* factor=0\.0 .* must be positive"),
+        ({"rope_scaling": {"type": "linear", "factor": math.inf}}, "factor=inf .* must be positive numbers"),
+        ({"rope_theta": 0}, r"rope_theta=0\.0 of .* must be positive"),
+        ({"rope_theta": math.inf}, "rope_theta=inf"),
     ],
 )
 def test_what_a_config_may_not_say(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -191,6 +195,10 @@ def test_what_a_config_may_not_say(tmp_path: Path, changes: dict[str, object], m
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' .* natively; supported: LlamaForCausalLM, .*Qwen3"),
         ({"architectures": None}, "'none'"),
+        ({"architectures": 5}, "architecture 5 of"),
+        ({"architectures": "LlamaModel"}, "'LlamaModel'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantised by 'fp8' in .* use weights in F32, F16"),
+        ({"quantization_config": {}}, "quantised by 'unknown'"),
         ({"rope_scaling": {"type": "longrope"}}, "'longrope' .* supported: default, linear, llama3, yarn"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic'"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5"),
@@ -205,6 +213,14 @@ def test_whole_models_of_another_kind_are_told_from_damaged_ones(
     with pytest.raises(NotNative, match=message) as caught:
         read_config(write_config(tmp_path, **changes))
     assert "\n" not in str(caught.value)
+
+
+def test_what_pythons_own_writer_writes_is_read(tmp_path: Path) -> None:
+    """Numbers that are none, which JSON does not know, and a byte order mark."""
+    text = json.dumps({**LLAMA, "attention_dropout": math.nan, "time_limits": [0.0, math.inf]})
+    assert "NaN" in text
+    (tmp_path / "config.json").write_text("\N{ZERO WIDTH NO-BREAK SPACE}" + text, encoding="utf-8")
+    assert read_config(tmp_path) == EXPECTED
 
 
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
@@ -223,6 +239,9 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelLoadError, match="not a JSON object"):
         read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelLoadError, match="not a JSON object"):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +258,11 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
         ("llama", {"block_count": "two"}, r"llama\.block_count of .* is 'two', expected a whole number"),
         ("llama", {"attention.layer_norm_rms_epsilon": "small"}, "expected a number"),
         ("llama", {"attention.head_count": 0}, "num_heads=0"),
+        (
+            "llama",
+            {"expert_count": 8},
+            "8 experts a layer, which is not supported in GGUF; use .* Hugging Face directory",
+        ),
     ],
 )
 def test_what_a_gguf_header_may_not_say(

@@ -1,5 +1,6 @@
 """Values from GGUF blocks are those of the reference reader, to the bit; files are mapped, not copied."""
 
+import struct
 from pathlib import Path
 
 import gguf
@@ -130,3 +131,20 @@ def test_a_kind_that_nobody_reads_is_named(tmp_path: Path) -> None:
     for read in (file.array, lambda name: list(file.parts(name))):
         with pytest.raises(ModelLoadError, match="stored as Q8_1, which cannot be read; convert"):
             read("t.weight")
+
+
+def test_headers_that_cannot_be_are_damage(tmp_path: Path) -> None:
+    path, _ = write_tensors(tmp_path / "model.gguf", GGMLQuantizationType.Q8_0)
+    entry, other = (b"t.weight" + struct.pack("<IQ", 2, width) for width in (768, 767))
+    whole = path.read_bytes()
+    assert whole.count(entry) == 1
+    path.write_bytes(whole.replace(entry, other))
+    with pytest.raises(ModelLoadError, match=r"damaged .*t\.weight has rows of 767, .* no whole blocks of Q8_0"):
+        GgufFile(path)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("general.alignment", 0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match=r"damaged .*alignment of 0 bytes"):
+        GgufFile(path)

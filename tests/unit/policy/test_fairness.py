@@ -62,6 +62,19 @@ def test_any_number_of_tenants_costs_bounded_memory() -> None:
     assert len(service) == MAX_IDLE
 
 
+def test_what_a_tenant_has_beside_its_turns_counts_when_it_comes_back() -> None:
+    service = TenantService()
+    for tenant in "ab":
+        service.arrive(tenant, 0)
+    service.leave("a")
+    service.charge("a", 100, 0)  # its answer grows
+    service.charge("nobody", 100, 0)
+    service.arrive("a", 0)
+    assert service.services(0) == {"a": 100, "b": 0}
+    assert service.had("a") > service.had("b") == service.had("nobody") == 0
+    service.check_invariants()
+
+
 def test_a_year_does_not_overflow() -> None:
     service, now_s = TenantService(), 0.0
     service.arrive("a", now_s)

@@ -63,6 +63,31 @@ def test_tenants_take_turns() -> None:
     assert order_read(solo) == [0, 6, 1, 7, 2, 3, 4, 5]
 
 
+def test_what_an_answer_grows_by_is_charged_to_its_tenant() -> None:
+    solo = Solo(Role.DECODE, num_blocks=64, budget=ONE, answer_headroom=0)
+    for number, tenant, length, max_tokens in ((0, "writes", 4, 30), (1, "reads", 8, 1)):
+        spec = SequenceSpec(sequence_id(number), prompt(number, length), SamplingParams(max_tokens), tenant=tenant)
+        solo.start_spec(spec, Task.WHOLE)
+    solo.finish_steps()
+    start(solo, 2, 8)
+    start(solo, 3, 8, tenant="writes")
+    start(solo, 4, 8, tenant="reads")
+    assert order_read(solo)[-3:] == [2, 4, 3]
+
+
+def test_who_was_refused_too_long_is_overtaken_by_a_tenant_that_has_had_less() -> None:
+    solo = Solo(Role.DECODE, num_blocks=4)
+    start(solo, 0, 10, tenant="many")
+    spec = SequenceSpec(sequence_id(1), prompt(1, 14), SamplingParams(1), tenant="many")  # all four blocks
+    solo.start_spec(spec, Task.WHOLE)
+    solo.finish_step()
+    start(solo, 2, 14, tenant="many")
+    solo.wait(3.0)
+    start(solo, 3, 2, tenant="many")
+    start(solo, 4, 2, tenant="few")
+    assert order_read(solo) == [0, 1, 4, 2, 3]
+
+
 def test_a_moved_answer_goes_on_before_new_ones_begin() -> None:
     solo = Solo(Role.DECODE, num_blocks=64, budget=ONE)
     start(solo, 0, 8)

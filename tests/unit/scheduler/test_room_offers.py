@@ -1,10 +1,11 @@
-"""Refused hand-offs are told when there is room: the oldest first, one at a time, and nothing is kept for them."""
+"""Refused hand-offs are told when there is room: one at a time, tenants in turn, and nothing is kept for them."""
 
 import pytest
-from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, handoff, to_peer
+from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, handoff, sequence_id, to_peer
 
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import Fence, HandoffId
+from disagg.core.request import SamplingParams, SequenceSpec
 from disagg.core.roles import Role, Task
 from disagg.protocol.messages import AnswerReservation, OfferReservation, RequestReservation
 from disagg.scheduler import events
@@ -15,9 +16,9 @@ LONG = (1, 2, 3, 4, 5)
 NUM_STEPS = 9  # until the long answer ends
 
 
-def full_destination(num_refused: int, order: tuple[int, ...] = ()) -> Solo:
-    """4 of 6 blocks are in use for NUM_STEPS steps; hand-offs of 3 blocks were refused, in this order."""
-    solo = Solo(Role.DECODE, num_blocks=6)
+def full_destination(num_refused: int, order: tuple[int, ...] = (), num_blocks: int = 6) -> Solo:
+    """4 blocks are in use for NUM_STEPS steps; hand-offs of 3 blocks were refused, in this order."""
+    solo = Solo(Role.DECODE, num_blocks=num_blocks)
     solo.meet(Role.PREFILL)
     solo.start(9, Task.WHOLE, LONG, max_tokens=NUM_STEPS)
     for number in range(num_refused):
@@ -65,6 +66,43 @@ def test_the_oldest_is_told_first_and_the_next_when_it_has_asked() -> None:
     assert offered(actions) == []  # there is no room for the third
     assert offered(solo.abort(0)) == []  # blocks that may still be written to are not free
     assert offered(solo.handle(events.GrantFenced(handoff(0)))) == [handoff(2)]
+
+
+# Who is refused, by number: tenant and priority. Lower numbers are older.
+CROWD = {0: ("many", 0), 1: ("many", 0), 2: ("many", 0), 3: ("few", 0), 4: ("many", 1)}
+
+
+def crowded_destination() -> Solo:
+    solo = full_destination(0, num_blocks=5)  # room for one at a time
+    for number, (tenant, priority) in CROWD.items():
+        spec = SequenceSpec(sequence_id(number), PROMPT, SamplingParams(3), priority, tenant=tenant, cache_salt=tenant)
+        solo.start_spec(spec, Task.DECODE)
+        assert not is_granted(ask(solo, number))
+    return solo
+
+
+def order_told(solo: Solo) -> list[int]:
+    """Each that is told gets its room, and goes before the next one is."""
+    order: list[int] = []
+    told = end_long_answer(solo)
+    while told:
+        (handoff_id,) = told
+        order.append(handoff_id.sequence_id.request_id.number)
+        assert is_granted(ask(solo, order[-1]))
+        solo.abort(order[-1])
+        told = offered(solo.handle(events.GrantFenced(handoff_id)))
+    return order
+
+
+def test_the_more_important_is_told_first_and_tenants_take_turns() -> None:
+    assert order_told(crowded_destination()) == [4, 3, 0, 1, 2]
+
+
+def test_tenants_take_turns_also_when_all_have_been_refused_for_long() -> None:
+    """Nobody overtakes its own tenant's older ones any more, however important; nor a tenant that had no more."""
+    solo = crowded_destination()
+    solo.wait(solo.config.starvation_s + 0.1)
+    assert order_told(solo) == [0, 3, 1, 2, 4]
 
 
 def test_who_was_told_and_does_not_ask_lets_the_next_one_go() -> None:
