@@ -134,7 +134,9 @@ class LinkSender(ABC):
         Never write under the key again.
         """
         with self._lock:
-            links = self._links.get(peer, ())
+            # A link that was let go may be in the middle of a write: it is asked too.
+            ending = (link for link in self._retired if link.target.peer == peer)
+            links = (*self._links.get(peer, ()), *ending)
         if not links:
             self._outbox.put(WritesStopped(peer, key))
             self._outbox.flush()
