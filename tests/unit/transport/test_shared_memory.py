@@ -263,7 +263,8 @@ def test_a_peer_that_is_met_again_is_written_to_only_when_the_last_copy_for_it_h
 ) -> None:
     """A new connection of the process tells the owner that nothing is copied any more under the permits of the old."""
     log, memory, name = EventLog(), GatedSource(data=b"s" * ARENA_BYTES), WorkerId("again")
-    sender = SharedMemorySender(name, memory, log.post, shared.domain)
+    config = SharedMemorySenderConfig(connect_timeout_s=DEADLINE_S)
+    sender = SharedMemorySender(name, memory, log.post, shared.domain, config)
     for key in (KEY, b"next"):
         shared.receiver.grant(name, key, BIG)
     fenced = threading.Event()
