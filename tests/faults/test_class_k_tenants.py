@@ -1,6 +1,6 @@
 """Class K: what one tenant's prompts have left in the caches is found by nobody else's.
 
-The router makes the salt of the key that a caller has shown, and takes none from a body: tests/unit/router/test_access.py.
+The router makes the salt of the key that a caller has shown and takes none from a body: tests/unit/router.
 """
 
 from tests.faults.outputs import GREEDY, check_answers, counted

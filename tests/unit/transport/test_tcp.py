@@ -254,7 +254,10 @@ def test_a_header_over_its_bound_fails_its_write_only(tcp: TcpRig) -> None:
 
 def test_endpoints_of_another_kind_are_refused(tcp: TcpRig) -> None:
     unusable = ["no port", "127.0.0.1:70000", ":9"]
-    for endpoint in (Endpoint(TransportKind.IN_PROCESS, "x"), *(Endpoint(TransportKind.TCP, each) for each in unusable)):
+    for endpoint in (
+        Endpoint(TransportKind.IN_PROCESS, "x"),
+        *(Endpoint(TransportKind.TCP, each) for each in unusable),
+    ):
         with pytest.raises(InternalFault, match="endpoint"):
             tcp.sender.connect(DECODE, endpoint, RECEIVER_INCARNATION)
 
