@@ -5,7 +5,8 @@
 | F1, F2 | heads over 1, 2 and 4 ranks on either side, equal or not | virtual time, TCP |
 | F3 | block sizes 8 to 64, three orders of dimensions | virtual time, TCP |
 | F4 | the same with 128 at once | virtual time, TCP |
-| F5 | sliding windows keep no other KV: the context is cut to the window, the layout is that of every model | - |
+| F5 | windows, of some layers or all: the context is cut to the window, the layout is every model's | tests/parity |
+| - | layers that keep something else than KV (hybrid models): refused by kind before a worker starts | tests/parity |
 | F6 | no hang: every wait here has a deadline, and nothing is left behind | everywhere |
 | F7 | layers over 1 and 2 ranks | virtual time, TCP |
 | - | latent KV: one plane, with its like only | virtual time, TCP, pairing |

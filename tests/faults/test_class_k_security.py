@@ -7,6 +7,7 @@ K2  Ids, grants, hand-offs and peers that nobody knows: memory stays flat. DISAG
     some thousands.
 K3  Nothing runs what it reads (no pickle and its like); sockets that others can reach need keys; default is loopback.
     Bytes that are random, truncated, huge or nested: tests/property/test_fuzz.py and `make fuzz`.
+    Another tenant's KV: test_class_k_tenants.py. Fields that would say where a request runs: tests/e2e.
 === ===============================================================================================================
 """
 

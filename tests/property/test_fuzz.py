@@ -14,6 +14,7 @@ TARGETS: dict[str, Callable[[bytes], bool]] = {
     "message": fuzz.decode_message,
     "items": fuzz.decode_items,
     "small": fuzz.decode_small,
+    "local": fuzz.decode_local,
     "frames": lambda data: asyncio.run(fuzz.read_frames(data)),
 }
 
@@ -24,6 +25,7 @@ TARGETS: dict[str, Callable[[bytes], bool]] = {
 @example(data=b"\x91" * 5000)  # nested deeper than any decoder goes
 @example(data=b"\xdd\xff\xff\xff\xff")  # an array of 4 billion elements
 @example(data=b"\xff\xff\xff\xff" + bytes(8))  # a frame of 4 GiB
+@example(data=b"\x92\xa8farewell" + b"\x91" * 5000)  # a field that is not known, nested as deep
 def test_noise_is_taken_or_refused(target: str, data: bytes) -> None:
     TARGETS[target](data)
 
@@ -41,6 +43,7 @@ def test_good_input_is_taken() -> None:
     assert all(fuzz.decode_message(each) for each in fuzzer.messages)
     assert all(fuzz.decode_items(each) for each in fuzzer.items)
     assert all(fuzz.decode_small(each) for each in fuzzer.small)
+    assert all(fuzz.decode_local(each) for each in fuzzer.locals)
     assert all(asyncio.run(fuzz.read_frames(each)) for each in fuzzer.frames)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import math
 import typing
 
 import msgspec
@@ -10,11 +11,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.property.examples import examples
 
+from disagg.core.errors import Failure, FailureKind
 from disagg.core.ids import Fence, HandoffId, Incarnation, RequestId, SequenceId
 from disagg.core.request import EmittedToken, SamplingParams, SequenceSpec, finish_reason
 from disagg.protocol.handoff import CAPABILITY_BYTES, GrantKey, decode_grant_key, make_grant_key
 from disagg.protocol.journal import JournalEntry
-from disagg.protocol.messages import RouterToWorker, WorkerToRouter, WorkerToWorker
+from disagg.protocol.messages import AnswerReservation, RouterToWorker, WorkerToRouter, WorkerToWorker
 
 UNIONS = {"worker to router": WorkerToRouter, "router to worker": RouterToWorker, "worker to worker": WorkerToWorker}
 DECODERS: dict[str, msgspec.msgpack.Decoder[object]] = {
@@ -39,6 +41,8 @@ def values_of(kind: object) -> st.SearchStrategy[object]:
     if hasattr(kind, "__supertype__"):
         return values_of(kind.__supertype__)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:  # a number with a bound
+        return st.floats(min_value=arguments[1].ge, allow_nan=False, allow_infinity=False)
     if origin is tuple:
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
@@ -46,7 +50,7 @@ def values_of(kind: object) -> st.SearchStrategy[object]:
     if arguments:  # X | None
         return st.one_of(*(st.none() if each is type(None) else values_of(each) for each in arguments))
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        hints = typing.get_type_hints(kind)
+        hints = typing.get_type_hints(kind, include_extras=True)
         return st.builds(kind, **{name: values_of(hints[name]) for name in kind.__struct_fields__})
     assert isinstance(kind, enum.EnumType), kind
     return st.sampled_from([*kind.__members__.values()])
@@ -62,6 +66,15 @@ def test_every_message_survives_its_union(direction: str, kind: type[msgspec.Str
         assert decoded == message
 
     survives()
+
+
+@pytest.mark.parametrize("retry_after_s", [math.nan, -1.0, -math.inf])
+def test_a_wait_that_is_no_time_is_refused(retry_after_s: float) -> None:
+    """A clock that was set by it would never stop to go off."""
+    which, fence = HandoffId(SequenceId(RequestId(Incarnation(1), 2), 0), 1), Fence(Incarnation(3), Incarnation(4), 1)
+    answer = AnswerReservation(which, fence, Failure(FailureKind.OVERLOADED, "full"), retry_after_s)
+    with pytest.raises(msgspec.ValidationError, match=">= 0"):
+        DECODERS["worker to worker"].decode(msgspec.msgpack.encode(answer))
 
 
 @pytest.mark.parametrize("direction", UNIONS)

@@ -5,6 +5,8 @@ import ipaddress
 
 import msgspec
 
+MAX_PORT = 65535
+
 
 class TransportKind(enum.StrEnum):
     """The cheaper its fence, the later: of two that are as fast, the later one is taken."""
@@ -76,5 +78,17 @@ def join_address(host: str, port: int) -> str:
 
 def split_address(address: str) -> tuple[str, int]:
     """The host, without brackets, and the port of "host:port". Raises ValueError."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+    host, _, text = address.rpartition(":")
+    port = int(text)
+    if not 0 <= port <= MAX_PORT:
+        raise ValueError(f"port {port} is not 0 to {MAX_PORT}")
+    return host.strip("[]"), port
+
+
+def is_dialable(address: str) -> bool:
+    """Whether it is "host:port" with a host and a port that can be there."""
+    try:
+        host, port = split_address(address)
+    except ValueError:
+        return False
+    return bool(host) and port > 0

@@ -12,6 +12,8 @@ What a worker shows of itself in them stands in cards.py. Leases travel as remai
 are never compared.
 """
 
+from typing import Annotated
+
 import msgspec
 
 from disagg.core.endpoints import TransportRate
@@ -221,7 +223,7 @@ class AnswerReservation(msgspec.Struct, frozen=True, array_like=True, tag="answe
     handoff_id: HandoffId
     fence: Fence
     failure: Failure | None = None
-    retry_after_s: float = 0.0
+    retry_after_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # a number: clocks are set by it
     blocks: tuple[BlockId, ...] = ()
     first_missing_token: int = 0
     grant_key: bytes = b""

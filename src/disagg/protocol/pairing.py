@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from disagg.core.endpoints import COMMITS_LANDINGS, Endpoint, TransportKind
+from disagg.core.endpoints import COMMITS_LANDINGS, Endpoint, TransportKind, is_dialable
 from disagg.core.errors import Failure, FailureKind
 from disagg.core.formats import KvWire
 from disagg.core.ids import RANK_MARK
@@ -50,6 +50,9 @@ def card_flaw(card: WorkerCard) -> str:
         return f"a text of {longest} characters or {len(card.data_endpoints)} endpoints: more than any worker says"
     if any(len(end.token) > MAX_TOKEN_BYTES for end in card.data_endpoints):
         return f"a token of more than {MAX_TOKEN_BYTES} bytes"
+    for end in card.data_endpoints:
+        if end.kind is TransportKind.TCP and not is_dialable(end.address):
+            return f"{end.address!r} for KV over tcp, which is no host:port"
     if max(counts) > MAX_COUNT or card.protocol_min > card.protocol_max:
         return f"a size above {MAX_COUNT} in {layout}, or a protocol range of {card.protocols}"
     if RANK_MARK in card.worker_id:

@@ -32,7 +32,7 @@ def card_and_config(
     """At large fidelity a chunk, or a cached prefix, is one push, and tokens that decide nothing have no rows."""
     layout, num_blocks = spec.layout, spec.blocks()
     pool = PoolCard(spec.model, spec.model, spec.model, Numerics.EXACT, VOCAB_SIZE, spec.max_context)
-    endpoints = (Endpoint(TransportKind.TCP, spec.name),)
+    endpoints = (Endpoint(TransportKind.TCP, f"{spec.name}:1"),)
     name = WorkerId(spec.name)
     card = WorkerCard(name, incarnation, spec.role, pool, layout, num_blocks, spec.name, endpoints)
     config = SchedulerConfig(

@@ -28,10 +28,11 @@ from disagg.core.spans import Span
 from disagg.kvcache.memory import Segment
 from disagg.protocol.handoff import decode_grant_key
 from disagg.protocol.messages import Message
-from disagg.testing.fuzz_corpus import ITEMS, good_items, good_keys, good_messages
+from disagg.testing.fuzz_corpus import ITEMS, good_items, good_keys, good_locals, good_messages
 from disagg.testing.memory import BytesMemory
 from disagg.transport.capability import frame_proof, grant_name
 from disagg.transport.segments import SegmentArray
+from disagg.transport.shared_memory_wire import Request, decode_owner, decode_writer
 from disagg.transport.stream import Stream
 from disagg.transport.tcp_dial import Introduction, introduce
 from disagg.transport.tcp_receiver import TcpReceiver
@@ -104,6 +105,26 @@ def decode_small(data: bytes) -> bool:
     return num_accepted > 0
 
 
+def decode_local(data: bytes) -> bool:
+    """What two neighbours in shared memory say to each other."""
+    num_accepted = 0
+    decoders: tuple[Callable[[bytes], object], ...] = (_read_writer, decode_owner)
+    for decode in decoders:
+        try:
+            decode(data)
+            num_accepted += 1
+        except ProtocolViolation:
+            pass
+    return num_accepted > 0
+
+
+def _read_writer(data: bytes) -> None:
+    """As the owner of an arena does. Raises ProtocolViolation."""
+    message = decode_writer(data)
+    if isinstance(message, Request):
+        SegmentArray.unpack(message.destination)
+
+
 class _NobodyWrites:
     """Where a channel that only reads would write to."""
 
@@ -171,6 +192,7 @@ class Fuzzer:
         self.frames = [encode_frame(payload, 0) for payload in self.messages]
         self.items = good_items()
         self.small = [*good_keys(), msgspec.msgpack.encode(PushTag(Span(0, 16, 0, 2)))]
+        self.locals = good_locals()
 
     def damaged(self, corpus: list[bytes]) -> bytes:
         """One input."""
@@ -213,7 +235,7 @@ class Fuzzer:
         return self._random.random() < LIVE_SHARE
 
     def pick(self) -> int:
-        return self._random.randrange(4)
+        return self._random.randrange(5)
 
 
 async def run(num_inputs: int, seed: int) -> tuple[dict[str, Outcome], float]:
@@ -228,11 +250,12 @@ async def run(num_inputs: int, seed: int) -> tuple[dict[str, Outcome], float]:
 
 
 async def _feed(fuzzer: Fuzzer, live: LiveTarget, num_inputs: int, seed: int) -> dict[str, Outcome]:
-    outcomes = {name: Outcome() for name in ("message", "items", "small", "frames", "live")}
+    outcomes = {name: Outcome() for name in ("message", "items", "small", "local", "frames", "live")}
     plain: tuple[tuple[str, Callable[[bytes], bool], Callable[[], bytes]], ...] = (
         ("message", decode_message, lambda: fuzzer.damaged(fuzzer.messages)),
         ("items", decode_items, lambda: fuzzer.damaged(fuzzer.items)),
         ("small", decode_small, lambda: fuzzer.damaged(fuzzer.small)),
+        ("local", decode_local, lambda: fuzzer.damaged(fuzzer.locals)),
     )
     for _ in range(num_inputs):
         which, name, data = fuzzer.pick(), "", b""

@@ -13,6 +13,21 @@ from disagg.protocol.handoff import GrantKey, make_grant_key
 from disagg.protocol.messages import Message
 from disagg.transport.capability import NAME_BYTES, NONCE_BYTES, PROOF_BYTES
 from disagg.transport.segments import SegmentArray
+from disagg.transport.shared_memory_wire import (
+    Admission,
+    Answer,
+    Copied,
+    Farewell,
+    Greeting,
+    OwnerMessage,
+    Permit,
+    Progress,
+    Request,
+    Withdrawal,
+    WriterMessage,
+)
+from disagg.transport.shared_memory_wire import encode as encode_local
+from disagg.transport.sharing import SECRET_BYTES
 from disagg.transport.wire import Ack, Body, Challenge, FrameHeader, Hello, Item, Welcome, encode
 
 ITEMS: tuple[tuple[Item, type[Challenge] | type[Hello] | type[Welcome] | type[FrameHeader] | type[Ack]], ...] = (
@@ -58,6 +73,26 @@ def good_items() -> list[bytes]:
         (Item.ACK, Ack(name, 2**60, "why")),
     )
     return [encode(item, body) for item, body in bodies]
+
+
+def good_locals() -> list[bytes]:
+    """What two neighbours in shared memory say."""
+    runs = SegmentArray.of([Segment(i * 64, 64) for i in range(40)])
+    messages: tuple[WriterMessage | OwnerMessage, ...] = (
+        Greeting(WorkerId("prefill-0"), Incarnation(2), b"s" * SECRET_BYTES),
+        Greeting(WorkerId("prefill-0"), Incarnation(2), b"s" * SECRET_BYTES, is_probe=True),
+        Request(7, b"key", 3, b"tag", runs.pack(), 2560),
+        Progress(7, 64),
+        Copied(7, 2**64 - 1),
+        Withdrawal(7),
+        Farewell(),
+        Admission(None, 1 << 20),
+        Admission("no", 0),
+        Permit(7),
+        Answer(7, None),
+        Answer(7, "why"),
+    )
+    return [encode_local(message) for message in messages]
 
 
 def _value(kind: object, *, is_full: bool) -> object:

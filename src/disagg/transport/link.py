@@ -10,6 +10,7 @@ The link's thread owns the connection and is the only one that reads the arena o
 The answer thread, one per connection, hears permits and answers, and says why the connection was lost.
 """
 
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -26,6 +27,8 @@ from disagg.transport.api import ConnectionLost, Write, WriteFinished
 from disagg.transport.capability import shown
 from disagg.transport.outbox import Outbox
 from disagg.transport.write_queue import Ticket, WriteQueue
+
+_log = logging.getLogger(__name__)
 
 ANSWER_JOIN_S = 5.0  # it is woken before, so it returns at once
 
@@ -183,6 +186,9 @@ class Link:
                 step()
             except PeerFault as error:
                 self._end_connection(str(error))
+            except Exception as error:  # ours: whoever waits for these writes must hear of it
+                _log.exception("a write to %s could not be made", self.target.peer)
+                self._end_connection(f"it failed here: {type(error).__name__}: {error}")
         self._end_connection("the link ended")
 
     def _next(self) -> Callable[[], None] | None:
@@ -306,6 +312,9 @@ class Link:
                 self._take(connection, connection.hear(self._is_due))
         except PeerFault as error:
             self._lose(connection, str(error))
+        except Exception as error:  # ours: a connection that nobody hears any more must not look alive
+            _log.exception("an answer of %s could not be taken", self.target.peer)
+            self._lose(connection, f"an answer could not be taken: {type(error).__name__}: {error}")
 
     def _is_due(self) -> bool:
         with self._changed:

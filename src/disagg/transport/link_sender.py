@@ -134,7 +134,7 @@ class LinkSender(ABC):
         Never write under the key again.
         """
         with self._lock:
-            links = self._links.get(peer, ())
+            links = (*self._links.get(peer, ()), *self._ending(peer))
         if not links:
             self._outbox.put(WritesStopped(peer, key))
             self._outbox.flush()
@@ -194,6 +194,10 @@ class LinkSender(ABC):
         link.retire(reason)
         self._retired = [each for each in self._retired if each.thread is not None and each.thread.is_alive()]
         self._retired.append(link)
+
+    def _ending(self, peer: WorkerId) -> tuple[Link, ...]:
+        """Links to it that were let go, and may be in the middle of a write. Called under the lock."""
+        return tuple(link for link in self._retired if link.target.peer == peer)
 
     def _flaw(self, write: Write) -> str | None:
         """Why a write can never be sent, or None."""

@@ -7,14 +7,16 @@ whose last word was not Farewell for a writer that may still write.
 import contextlib
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from disagg.core.endpoints import Endpoint
 from disagg.core.errors import InternalFault, PeerFault, PeerLost, ProtocolViolation
 from disagg.kvcache.memory import Memory
+from disagg.transport.deadlines import join_all
 from disagg.transport.link import Answered, Connection, Permitted
 from disagg.transport.local_stream import LocalStream, abstract_address, peer_pid
 from disagg.transport.runs import Bytes, MappedArena, RunCopy, copy_buffers
@@ -172,8 +174,14 @@ def open_shared_memory(
     memory: Memory,
     source: Bytes | None,
     config: SharedMemorySenderConfig,
+    before: Sequence[threading.Thread] = (),
 ) -> SharedMemoryConnection:
-    """A link's connection, admitted. Raises PeerFault, OSError."""
+    """A link's connection, admitted. Raises PeerFault, OSError.
+
+    before: of links to this peer that were let go. To connect anew says that nothing is copied for them any more.
+    """
+    if join_all(before, config.connect_timeout_s):
+        raise PeerLost(f"a copy for an earlier connection still goes on after {config.connect_timeout_s} s")
     stream, arena = dial_owner(endpoint, greeting, config.connect_timeout_s)
     stream.set_timeouts(config.stall_timeout_s, config.connect_timeout_s)
     connection = SharedMemoryConnection(stream, arena, memory, source, config)

@@ -68,6 +68,7 @@ class SharedMemorySender(LinkSender):
                 memory=self._memory,
                 source=self._source,
                 config=config,
+                before=tuple(link.thread for link in self._ending(target.peer) if link.thread is not None),
             ),
             name="disagg-shm",
             stopped=partial(self._stops.one_lane_stopped, target.peer),

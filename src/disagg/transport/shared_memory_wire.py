@@ -23,7 +23,7 @@ import msgspec
 from disagg.core.errors import ProtocolViolation
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.transport.sharing import SECRET_BYTES
-from disagg.transport.wire import MAX_KEY_BYTES, MAX_REASON_CHARS, MAX_WORKER_ID_CHARS
+from disagg.transport.wire import MAX_KEY_BYTES, MAX_REASON_CHARS, MAX_TAG_BYTES, MAX_WORKER_ID_CHARS
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Sum = Annotated[int, msgspec.Meta(ge=0)]  # 64 bits
@@ -47,7 +47,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True, tag="request"):
     ticket: _Count
     key: Annotated[bytes, msgspec.Meta(max_length=MAX_KEY_BYTES)]
     number: _Count
-    tag: bytes
+    tag: Annotated[bytes, msgspec.Meta(max_length=MAX_TAG_BYTES)]
     destination: bytes  # segments, as SegmentArray packs them
     num_bytes: _Count
 
@@ -108,17 +108,17 @@ def encode(message: WriterMessage | OwnerMessage) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_writer(body: bytearray) -> WriterMessage:
+def decode_writer(body: bytes | bytearray) -> WriterMessage:
     """Raises ProtocolViolation."""
     try:
         return _writer_decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolViolation(f"no message of a writer: {error}") from error
 
 
-def decode_owner(body: bytearray) -> OwnerMessage:
+def decode_owner(body: bytes | bytearray) -> OwnerMessage:
     """Raises ProtocolViolation."""
     try:
         return _owner_decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolViolation(f"no message of an arena's owner: {error}") from error

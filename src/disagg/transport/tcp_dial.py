@@ -5,7 +5,7 @@ import ssl
 
 import msgspec
 
-from disagg.core.endpoints import Endpoint
+from disagg.core.endpoints import Endpoint, split_address
 from disagg.core.errors import PeerLost
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.transport.capability import hello_proof
@@ -26,10 +26,12 @@ class Introduction(msgspec.Struct, frozen=True):
 def open_stream(
     endpoint: Endpoint, *, connect_timeout_s: float, stall_timeout_s: float, tls: ssl.SSLContext | None
 ) -> Stream:
-    """A connection on which nothing was said yet. Raises OSError."""
-    host, _, port = endpoint.address.rpartition(":")
-    host = host.strip("[]")
-    sock = socket.create_connection((host, int(port)), connect_timeout_s)
+    """A connection on which nothing was said yet. Raises PeerLost, OSError."""
+    try:
+        host, port = split_address(endpoint.address)
+        sock = socket.create_connection((host, port), connect_timeout_s)
+    except ValueError as error:  # also of what no host can be called
+        raise PeerLost(f"nobody can be there: {error}") from error
     try:
         if tls is None:
             return Stream(sock, stall_timeout_s)

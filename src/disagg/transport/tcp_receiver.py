@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 from disagg.channel.tally import Refusal, Tally
-from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.endpoints import Endpoint, TransportKind, join_address
 from disagg.core.errors import InternalFault, PeerFault, ProtocolViolation
 from disagg.core.ids import Incarnation, WorkerId, worker_of
 from disagg.kvcache.memory import Memory, Segment
@@ -117,7 +117,7 @@ class TcpReceiver:
         tls: ssl.SSLContext | None = None,
         refused: Tally | None = None,
     ) -> None:
-        """Listen on host:port (0: any free port). Raises OSError when the address cannot be bound.
+        """Listen on host:port (0: any free port), where peers dial it too. Raises OSError when it cannot be bound.
 
         max_strangers: connections that have not introduced themselves yet; one more ends the oldest of them.
         secret: behind the tokens of endpoint_for(); drawn here where none is given. tls: for the accepting end.
@@ -139,11 +139,12 @@ class TcpReceiver:
         self._lock = threading.Lock()
         self._strangers: dict[_Connection, None] = {}  # oldest first
         self._keys: dict[bytes, bytes] = {}  # of standing grants, by the name that frames carry
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=128)
-        bound_host, bound_port = listener.getsockname()[:2]
-        shown = f"[{bound_host}]" if family == socket.AF_INET6 else bound_host
-        self._endpoint = Endpoint(TransportKind.TCP, f"{shown}:{bound_port}")
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, where = found[0]
+        listener = socket.create_server(where, family=family, backlog=128)
+        bound_port = listener.getsockname()[1]
+        # As it was named, not as it is bound: the name is what stands in its certificate.
+        self._endpoint = Endpoint(TransportKind.TCP, join_address(host, bound_port))
         self._outbox = Outbox(post)
         self._grants = GrantTable(memory.num_bytes, self._outbox)
         self._watch = DeadlineWatch(f"disagg-tcp-fence-{bound_port}")

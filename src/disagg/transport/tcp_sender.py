@@ -3,7 +3,7 @@
 import ssl
 from functools import partial
 
-from disagg.core.endpoints import Endpoint, TransportKind
+from disagg.core.endpoints import Endpoint, TransportKind, is_dialable
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import MappableMemory, Memory
 from disagg.transport.api import Post
@@ -62,8 +62,7 @@ class TcpSender(LinkSender):
         return Introduction(self._worker_id, self._incarnation, incarnation, self._config.checksums)
 
     def _flaw_of(self, endpoint: Endpoint) -> str:
-        host, _, port = endpoint.address.rpartition(":")
-        if endpoint.kind is not TransportKind.TCP or not host or not port.isdecimal():
+        if endpoint.kind is not TransportKind.TCP or not is_dialable(endpoint.address):
             where = f"{endpoint.kind} {endpoint.address}"  # never the token
             return f"{where} is not a tcp endpoint with address host:port"
         return ""

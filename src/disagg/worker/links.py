@@ -18,7 +18,7 @@ from disagg.channel.channel import Channel, dial
 from disagg.channel.keys import Keys
 from disagg.channel.listening import Listener, listen
 from disagg.channel.tally import Refusal
-from disagg.core.endpoints import split_address
+from disagg.core.endpoints import join_address, split_address
 from disagg.core.errors import (
     ConfigurationError,
     Failure,
@@ -117,8 +117,10 @@ class PeerLinks:
     async def listen(self, host: str) -> None:
         tls = self._keys.accepting if self._keys else None
         self._server = await listen(host, 0, _FROM_PEER, self._welcome, tls=tls)
-        self._survey.expect_from(split_address(self._server.address)[0])
-        self.card = msgspec.structs.replace(self.card, control_address=self._server.address)
+        bound_host, port = split_address(self._server.address)
+        self._survey.expect_from(bound_host)
+        # As it was named, not as it is bound: the name is what stands in its certificate.
+        self.card = msgspec.structs.replace(self.card, control_address=join_address(host, port))
 
     def announce(self, cards: tuple[WorkerCard, ...]) -> None:
         """Meet these and say how it stands with each; let go of those dialled before that are not named any more."""

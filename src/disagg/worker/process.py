@@ -128,7 +128,10 @@ async def start_worker(
     watchdog: Watchdog | None = None,
     domain: SharingDomain | None = None,
 ) -> tuple[Worker, PeerLinks]:
-    """A worker that listens for peers and knows no router yet. `domain`: of the supervisor that started it, if any."""
+    """A worker that listens for peers and knows no router yet. `domain`: of the supervisor that started it, if any.
+
+    Raises ConfigurationError where it cannot listen.
+    """
     engine = loaded.engine
     incarnation = Incarnation(secrets.randbelow(MAX_INCARNATION))
     worker_id = WorkerId(config.worker_id)
@@ -145,17 +148,22 @@ async def start_worker(
     )
     keys = load_keys(config.keys)
     memories = zip(rank_names(card), loaded.rank_memories, strict=True)
-    courier = Courier(card, *(_movers(config, memory, name, incarnation, keys, domain) for name, memory in memories))
-    worker = Worker(scheduler_config(config, loaded, incarnation), engine, courier, watchdog)
-    peers = PeerLinks(
-        worker,
-        courier.card,
-        config.beat_interval_s,
-        keys=keys,
-        probe_s=config.probe_s,
-        link_gbits=config.link_gbits,
-    )
-    await peers.listen(config.host)
+    make_movers = [_movers(config, memory, name, incarnation, keys, domain) for name, memory in memories]
+    try:
+        courier = Courier(card, *make_movers)
+        worker = Worker(scheduler_config(config, loaded, incarnation), engine, courier, watchdog)
+        peers = PeerLinks(
+            worker,
+            courier.card,
+            config.beat_interval_s,
+            keys=keys,
+            probe_s=config.probe_s,
+            link_gbits=config.link_gbits,
+        )
+        await peers.listen(config.host)
+    except (OSError, UnicodeError) as error:  # the latter for what no host can be called
+        text = f"cannot listen on {config.host}: {error}; give --host an address of this machine"
+        raise ConfigurationError(text) from None
     courier.card = peers.card
     return worker, peers
 
@@ -195,10 +203,10 @@ def _movers(
     shared = memory.arena if isinstance(memory.arena, MappableMemory) and memory.arena.descriptor is not None else None
 
     def tcp(post: Post) -> Mover:
+        receiver = TcpReceiver(lands_in, incarnation, post, host=config.host, tls=keys.accepting if keys else None)
         lanes = TcpSenderConfig(num_lanes=config.data_connections)
         tls = keys.dialling if keys else None
         sender = TcpSender(name, incarnation, reads, post, lanes, tls=tls, arena=shared)
-        receiver = TcpReceiver(lands_in, incarnation, post, host=config.host, tls=keys.accepting if keys else None)
         return Mover(sender, receiver, memory.outgoing, sender.measure, receiver.refused)
 
     def make(post: Post) -> dict[TransportKind, Mover]:

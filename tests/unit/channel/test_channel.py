@@ -256,6 +256,13 @@ async def test_nobody_at_an_address_is_a_lost_peer(free_port: int) -> None:
         await dial(address, DECODER, timeout_s=DEADLINE_S)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:70000", "127.0.0.1:http", "a..b:9", ""])
+async def test_what_is_no_address_is_a_lost_peer_too(address: str) -> None:
+    """Another program has said it."""
+    with pytest.raises(PeerLost, match="cannot be reached"):
+        await dial(address, DECODER, timeout_s=DEADLINE_S)
+
+
 async def test_addresses_are_told_to_the_operator() -> None:
     async with joined() as (_, other):
         assert other.peer_address.startswith("127.0.0.1:")

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from disagg.core import errors
-from disagg.core.endpoints import join_address, split_address
+from disagg.core.endpoints import is_dialable, join_address, split_address
 from disagg.core.ids import Fence, HandoffId, Incarnation, RequestId, SequenceId
 from disagg.core.request import FinishReason, SamplingParams, SequenceSpec, finish_reason
 from disagg.core.roles import ROLE_TASKS, Role, Task
@@ -42,6 +42,18 @@ def test_an_address_without_a_port_is_refused() -> None:
     for text in ("box", "box:", "box:http", ""):
         with pytest.raises(ValueError, match="invalid literal"):
             split_address(text)
+
+
+@pytest.mark.parametrize("address", ["box:65536", "10.0.0.1:-1", "[::1]:4294967296"])
+def test_a_port_that_no_socket_has_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="is not 0 to 65535"):
+        split_address(address)
+    assert not is_dialable(address)
+
+
+@pytest.mark.parametrize(("address", "expected"), [("box:1", True), ("[::1]:9", True), (":9", False), ("box:0", False)])
+def test_an_address_can_be_dialled_where_host_and_port_are_named(address: str, expected: bool) -> None:
+    assert is_dialable(address) is expected
 
 
 @pytest.mark.parametrize(("dtype", "num_bytes"), sorted(DTYPE_BYTES.items()))

@@ -137,6 +137,14 @@ def test_tasks_of_a_hand_off_are_those_of_the_two_roles_that_hand_over() -> None
         assert (Task.DECODE in tasks) is any(target is role for _, target in HANDOFF_ROLES)
 
 
+@pytest.mark.parametrize("address", ["", "nowhere", ":9", "10.0.0.1:0", "10.0.0.1:70000", "10.0.0.1:http"])
+def test_what_cannot_be_dialled_for_kv_is_refused_and_named(address: str) -> None:
+    other = card("dec-b", Role.DECODE, (Endpoint(TransportKind.TCP, address),))
+    failure = pairing_failure(card("pre-a"), other)
+    assert failure is not None
+    assert failure.message == f"dec-b cannot be paired: {address!r} for KV over tcp, which is no host:port"
+
+
 def test_common_transports_are_written_to_at_the_destination() -> None:
     elsewhere = Endpoint(TransportKind.TCP, "127.0.0.1:10")
     source, target = card("pre-a", endpoints=(LOCAL, TCP)), card("dec-b", endpoints=(elsewhere, LOCAL))

@@ -119,6 +119,19 @@ class GatedMemory(BytesMemory):
         return super().landing(segments)
 
 
+class GatedSource(BytesMemory):
+    """What is read of it waits, as a slow copy would, until `gate` is set."""
+
+    def __init__(self, *, data: bytes) -> None:
+        super().__init__(data=data)
+        self.gate, self.entered = threading.Event(), threading.Event()
+
+    def gather(self, segments: Sequence[Segment]) -> list[memoryview]:
+        self.entered.set()
+        assert self.gate.wait(DEADLINE_S)
+        return super().gather(segments)
+
+
 class Rig(Protocol):
     """What the contract's tests need of a kind."""
 

@@ -3,10 +3,12 @@
 import pytest
 from tests.unit.transport.rigs import (
     ARENA_BYTES,
+    DEADLINE_S,
     DECODE,
     PREFILL,
     RECEIVER_INCARNATION,
     EventLog,
+    GatedSource,
     Rig,
     write_of,
 )
@@ -169,6 +171,22 @@ def test_cancel_of_an_idle_or_unknown_key_stops_at_once(rig: Rig) -> None:
     rig.sender.cancel(DECODE, KEY)
     rig.sender.cancel(WorkerId("nobody"), KEY)
     assert rig.sent.events == [WritesStopped(DECODE, KEY), WritesStopped(WorkerId("nobody"), KEY)]
+
+
+def test_cancel_waits_for_a_read_under_way_also_where_the_peer_was_let_go(rig: Rig) -> None:
+    letting_go, log, memory = WorkerId("letting-go"), EventLog(), GatedSource(data=bytes(ARENA_BYTES))
+    rig.source = memory
+    sender = rig.another_sender(letting_go, log)
+    rig.receiver.grant(letting_go, KEY, BIG)
+    sender.write(write_of(KEY, 0, BIG, BIG))
+    assert memory.entered.wait(DEADLINE_S)
+    sender.disconnect(DECODE)
+    sender.cancel(DECODE, KEY)
+    assert log.of(WritesStopped) == []
+    memory.gate.set()
+    assert log.wait(WritesStopped) == [WritesStopped(DECODE, KEY)]
+    sender.close()
+    assert [event.number for event in log.of(WriteFinished)] == [0]
 
 
 def test_a_restarted_receiver_refuses_writes_meant_for_the_one_before(rig: Rig) -> None:

@@ -22,6 +22,7 @@ from tests.unit.transport.rigs import (
     RAW,
     RECEIVER_INCARNATION,
     EventLog,
+    GatedSource,
     write_of,
     write_through,
 )
@@ -262,6 +263,33 @@ def test_permits_of_cancelled_writes_are_given_back_and_the_link_goes_on(shared:
     shared.receiver.revoke(KEY)
     assert shared.landed.wait(GrantFenced) == [GrantFenced(KEY)]
     assert not any(event.key == KEY for event in shared.landed.of(WriteLanded))
+
+
+def test_a_peer_that_is_met_again_is_written_to_only_when_the_last_copy_for_it_has_ended(
+    shared: SharedMemoryRig,
+) -> None:
+    """A new connection of the process tells the owner that nothing is copied any more under the permits of the old."""
+    log, memory, name = EventLog(), GatedSource(data=b"s" * ARENA_BYTES), WorkerId("again")
+    config = SharedMemorySenderConfig(connect_timeout_s=DEADLINE_S)
+    sender = SharedMemorySender(name, memory, log.post, shared.domain, config)
+    for key in (KEY, b"next"):
+        shared.receiver.grant(name, key, BIG)
+    fenced = threading.Event()
+    shared.landed.on_event = lambda event: fenced.set() if isinstance(event, GrantFenced) else None
+    sender.connect(DECODE, shared.receiver.endpoint, RECEIVER_INCARNATION)
+    sender.write(write_of(KEY, 0, BIG, BIG))
+    assert memory.entered.wait(DEADLINE_S)
+    sender.disconnect(DECODE)
+    sender.connect(DECODE, shared.receiver.endpoint, RECEIVER_INCARNATION)
+    sender.write(write_of(b"next", 0, BIG, BIG))
+    shared.receiver.revoke(KEY)
+    assert not fenced.wait(FENCE_S)
+    memory.gate.set()
+    assert shared.landed.wait(GrantFenced) == [GrantFenced(KEY)]
+    failures = {event.key: event.failure for event in log.wait(WriteFinished, 2)}
+    assert failures[KEY] is not None
+    assert failures[b"next"] is None
+    sender.close()
 
 
 def test_an_owner_that_answers_nothing_is_lost_after_the_stall_timeout(shared: SharedMemoryRig) -> None:

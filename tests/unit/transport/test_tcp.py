@@ -8,7 +8,9 @@ import struct
 import subprocess
 import sys
 import zlib
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import msgspec
 import pytest
@@ -35,13 +37,14 @@ from tests.unit.transport.rigs import (
 
 from disagg.channel.keys import Keys
 from disagg.core.endpoints import Endpoint, TransportKind
-from disagg.core.errors import InternalFault
+from disagg.core.errors import InternalFault, PeerLost
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.kvcache.memory import Segment
 from disagg.testing.memory import BytesMemory, SealedBytesMemory
 from disagg.transport.api import ConnectionLost, GrantFenced, WriteFinished, WriteLanded
 from disagg.transport.capability import grant_name
 from disagg.transport.segments import SegmentArray
+from disagg.transport.tcp_connection import TcpConnection
 from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.tcp_sender import TcpSender
 from disagg.transport.wire import (
@@ -250,9 +253,51 @@ def test_a_header_over_its_bound_fails_its_write_only(tcp: TcpRig) -> None:
 
 
 def test_endpoints_of_another_kind_are_refused(tcp: TcpRig) -> None:
-    for endpoint in (Endpoint(TransportKind.IN_PROCESS, "x"), Endpoint(TransportKind.TCP, "no port")):
+    unusable = ["no port", "127.0.0.1:70000", ":9"]
+    for endpoint in (
+        Endpoint(TransportKind.IN_PROCESS, "x"),
+        *(Endpoint(TransportKind.TCP, each) for each in unusable),
+    ):
         with pytest.raises(InternalFault, match="endpoint"):
             tcp.sender.connect(DECODE, endpoint, RECEIVER_INCARNATION)
+
+
+def test_a_name_that_no_host_can_have_is_nobody(tcp: TcpRig) -> None:
+    nobody = Endpoint(TransportKind.TCP, "a..b:9")
+    tcp.sender.connect(DECODE, nobody, RECEIVER_INCARNATION)
+    for number in range(2):  # the link goes on
+        tcp.sender.write(write_of(KEY, number, BIG, BIG))
+        assert "nobody can be there" in (tcp.sent.wait(WriteFinished, number + 1)[number].failure or "")
+    assert isinstance(tcp.sender, TcpSender)
+    with pytest.raises(PeerLost, match="nobody can be there"):
+        tcp.sender.measure(nobody, RECEIVER_INCARNATION, 0.02)
+
+
+@pytest.mark.parametrize("where", ["opening", "hearing"])
+def test_a_fault_of_ours_fails_the_writes_of_a_link_and_not_the_link(
+    tcp: TcpRig, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of its threads may end and leave somebody waiting for a write."""
+    faults = [ZeroDivisionError("once")]
+
+    def fail_once(act: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(*arguments: Any, **more: Any) -> Any:
+            if faults:
+                raise faults.pop()
+            return act(*arguments, **more)
+
+        return faulty
+
+    if where == "opening":
+        (link,) = tcp.sender._links[DECODE]
+        monkeypatch.setattr(link, "_open_connection", fail_once(link._open_connection))
+    else:
+        monkeypatch.setattr(TcpConnection, "hear", fail_once(TcpConnection.hear))
+    tcp.receiver.grant(PREFILL, KEY, BIG)
+    tcp.sender.write(write_of(KEY, 0, BIG, BIG))
+    assert "ZeroDivisionError: once" in (tcp.sent.wait(WriteFinished)[0].failure or "")
+    tcp.sent.wait(ConnectionLost)
+    assert_still_serves(tcp, 1)
 
 
 def test_ipv6_loopback_works_where_there_is_one() -> None:

@@ -1,7 +1,10 @@
 """Two workers meet over loopback, hand sequences over for real, and meet again after every kind of loss."""
 
 import asyncio
+import re
+import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,7 +13,8 @@ from tests.unit.transport.rigs import open_descriptors
 from tests.unit.worker.rigs import DEADLINE_S, Site, gone, layout, meet, sequence_id, site, until
 
 from disagg.channel.channel import Channel, dial
-from disagg.core.errors import FailureKind, PeerLost
+from disagg.cluster.authority import make_keys
+from disagg.core.errors import ConfigurationError, FailureKind, PeerLost
 from disagg.core.ids import Incarnation, WorkerId
 from disagg.core.request import SamplingParams, SequenceSpec
 from disagg.core.roles import Role, Task
@@ -259,3 +263,40 @@ async def test_every_process_draws_its_own_secrets() -> None:
         }
         assert len(tokens) == 4
         assert all(endpoint.token == b"" for endpoint in one.peers.card.data_endpoints)
+
+
+async def test_workers_named_by_host_meet_under_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their certificates hold these names, and not the addresses that the names stand for."""
+    addresses = {"node-7": "127.0.0.7", "node-8": "127.0.0.8"}
+    look_up = socket.getaddrinfo
+
+    def found(host: Any, *rest: Any, **more: Any) -> Any:
+        return look_up(addresses.get(host, host), *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    make_keys(tmp_path, tuple(addresses), days=1)
+    source, target = (
+        Site(name, role, layout(), 64, keys=str(tmp_path / host))
+        for name, role, host in (("p", Role.PREFILL, "node-7"), ("d", Role.DECODE, "node-8"))
+    )
+    for each, host in ((source, "node-7"), (target, "node-8")):
+        each.config = msgspec.structs.replace(each.config, host=host)
+        await each.open()
+    try:
+        (data,) = target.peers.card.data_endpoints
+        for address in (target.peers.card.control_address, data.address):
+            assert address.startswith("node-8:")
+        await meet(source, target)
+        await hand_over(source, target, range(2))
+    finally:
+        await source.close()
+        await target.close()
+
+
+async def test_a_host_that_is_no_address_of_this_machine_is_a_matter_of_configuration(tmp_path: Path) -> None:
+    make_keys(tmp_path, ("203.0.113.9", "a..b"), days=1)
+    for host in ("203.0.113.9", "a..b"):
+        made = Site("d", Role.DECODE, layout(), 64, keys=str(tmp_path / host))
+        made.config = msgspec.structs.replace(made.config, host=host)
+        with pytest.raises(ConfigurationError, match=f"cannot listen on {re.escape(host)}: .*--host"):
+            await made.open()
