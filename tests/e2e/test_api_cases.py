@@ -247,10 +247,9 @@ def test_case_07_a_character_over_two_tokens_is_whole(paths: Paths, tokenizer: M
 
 
 def test_case_12_null_is_up_to_the_context_and_zero_is_the_prompt_only(paths: Paths) -> None:
-    reply = paths.chat("hi", max_tokens=None, ignore_eos=True)
-    usage = reply.body["usage"]
-    assert usage["total_tokens"] == TINY_CONTEXT
-    assert reply.choices[0]["finish_reason"] == "length"
+    for reply in (paths.chat("hi", max_tokens=None, ignore_eos=True), paths.complete(PROMPT, max_tokens=None)):
+        assert reply.body["usage"]["total_tokens"] == TINY_CONTEXT
+        assert reply.choices[0]["finish_reason"] == "length"
     echo = paths.complete(PROMPT, echo=True, max_tokens=0)
     assert (echo.text, echo.choices[0]["finish_reason"]) == (PROMPT, "length")
     assert echo.body["usage"]["completion_tokens"] == 0
