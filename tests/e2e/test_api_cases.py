@@ -115,11 +115,14 @@ def test_cases_03_05_06_a_stop_string_over_token_borders_is_cut_exactly(paths: P
         assert reasons[-1] == "stop"
 
 
-def test_case_34_the_first_token_ends_the_answer(paths: Paths) -> None:
-    prompt = fresh_ids(40)
-    reply = paths.complete(prompt, stop_token_ids=[greedy_id(paths, prompt)], max_tokens=9)
-    assert (reply.text, reply.choices[0]["finish_reason"]) == ("", "stop")
-    assert reply.body["usage"]["completion_tokens"] == 1
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_case_34_the_first_token_ends_the_answer(paths: Paths, is_streamed: bool) -> None:
+    prompt, eos = fresh_ids(40), {"ignore_eos": False, "logit_bias": {"2": 100}}
+    for ends in (eos, {"stop_token_ids": [greedy_id(paths, prompt)]}):
+        reply = paths.complete(prompt, max_tokens=9, stream=is_streamed, **ends)
+        parts = reply.streamed() if is_streamed else reply.choices
+        assert [(part["text"], part["finish_reason"]) for part in parts] == [("", "stop")]
+        assert is_streamed or reply.body["usage"]["completion_tokens"] == 1
 
 
 def greedy_id(paths: Paths, prompt: list[int]) -> int:
