@@ -12,7 +12,7 @@ from disagg.core.errors import InvalidRequest
 from disagg.modelfiles.chat_template import ChatMessage
 from disagg.router.answer_plan import AnswerForm, read_form
 from disagg.router.fields import Fields, JsonObject, kind_of, wrong_type
-from disagg.router.tools.turns import is_answer_to_call, read_call_id, read_calls
+from disagg.router.tools.turns import first_stray, read_call_id, read_calls
 
 MAX_CHOICES: Final = 128  # of one request, over all its prompts
 MAX_STOPS: Final = 4
@@ -312,13 +312,13 @@ def read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
     if not values:
         raise InvalidRequest("'messages' is empty; give at least one message", param="messages", code="empty_prompt")
     messages = tuple(_read_message(f"messages[{place}]", value) for place, value in enumerate(values))
-    for place, message in enumerate(messages):
-        if message.call_id is not None and not is_answer_to_call(messages, place):
-            raise InvalidRequest(
-                f"'messages[{place}]' answers the call {message.call_id[:80]!r}, which the turn before it does not "
-                "make; a 'tool' message follows the 'tool_calls' that it answers",
-                param=f"messages[{place}].tool_call_id",
-            )
+    stray = first_stray(messages)
+    if stray is not None:
+        raise InvalidRequest(
+            f"'messages[{stray}]' answers the call {(messages[stray].call_id or '')[:80]!r}, which the turn before it "
+            "does not make; a 'tool' message follows the 'tool_calls' that it answers",
+            param=f"messages[{stray}].tool_call_id",
+        )
     return messages
 
 

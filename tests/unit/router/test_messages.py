@@ -90,6 +90,13 @@ async def test_a_tool_answers_a_call_that_was_made(site: Site) -> None:
     assert (await site.chat(messages=[asked, made, answer, answer])).status_code == 200
 
 
+def test_many_answers_to_one_call_take_time_in_proportion() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    answer = {"role": "tool", "tool_call_id": "c", "content": "x"}
+    messages = [{"role": "assistant", "tool_calls": [call]}, *[answer] * 60_000]
+    assert len(read_chat({"model": "m", "messages": messages}).messages) == 60_001
+
+
 async def test_a_template_without_tools_is_spelled_them_out(site: Site, tokenizer: ModelTokenizer) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Brno"}'}}
     messages = [
