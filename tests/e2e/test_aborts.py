@@ -152,7 +152,7 @@ def check_answers(scripts: list[Script], answers: list[tuple[str, ...] | None]) 
 # --- hundreds at once -----------------------------------------------------------------------------------------------
 
 NUM_CROWD = 400
-CROWD_PROMPT, CROWD_ANSWER = 300, 100  # tokens
+CROWD_PROMPT, CROWD_ANSWER = 300, 60  # tokens
 CROWD_LEAVES_EVERY_S = 0.005
 # Blocks for a sixth of them. Nothing is computed until all are open, and who stands still meanwhile is not lost.
 CROWD_ARGUMENTS = ("--num-blocks", "1600", "--num-threads", "1", "--beat-interval-s", "20")
@@ -209,7 +209,7 @@ def test_case_45_four_hundred_long_requests_at_once_of_whom_half_go(tiny_llama: 
         print(f"{name}: {ended}")
         assert sum(ended.values()) == NUM_CROWD
         assert ended["failed"] == 0
-        assert ended["aborted"] > NUM_CROWD // 4
+        assert ended["aborted"] > NUM_CROWD // 5
         assert all(answers[1::2])
         for number in range(1, NUM_CROWD, NUM_CROWD // 4):  # what one reads does not depend on the crowd
             (alone,) = front.complete(MODEL, crowd_script(number).prompt, CROWD_ANSWER)

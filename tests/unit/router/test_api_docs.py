@@ -123,6 +123,13 @@ def test_the_description_takes_what_the_page_takes_and_nothing_else(endpoint: En
                 validator.validate({**plain, **row.fields(word), row.name: WRONG})
 
 
+def test_the_description_of_token_endpoints_is_the_pages() -> None:
+    found = re.search(r"`/tokenize` takes(.*?)`/detokenize` takes(.*?)\.", PAGE, re.DOTALL)
+    assert found is not None
+    for endpoint, text in zip((Endpoint.TOKENIZE, Endpoint.DETOKENIZE), found.groups(), strict=True):
+        assert set(re.findall(r"`(\w+)`", text)) == set(body_schema(endpoint)["properties"])
+
+
 async def test_the_description_names_every_endpoint(site: Site) -> None:
     document = (await site.client.get("/openapi.json")).json()
     found = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
