@@ -7,6 +7,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.property.examples import examples
 
 from disagg.core.errors import InvalidRequest
 from disagg.router.description import Endpoint, body_schema
@@ -40,7 +41,7 @@ NAMES = sorted({name for endpoint in READERS for name in body_schema(endpoint)["
 
 @pytest.mark.parametrize("endpoint", READERS)
 @given(fields=st.dictionaries(st.sampled_from(NAMES), VALUES, min_size=1, max_size=3))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_no_garbage_is_taken_and_none_breaks_anything(endpoint: Endpoint, fields: dict[str, Any]) -> None:
     read, plain = READERS[endpoint]
     body = {**plain, **fields}
