@@ -100,9 +100,7 @@ class Information:
         body, depth = await self._bodies.read(request), self._bodies.limits.max_depth
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(
-                self._text_threads, lambda: _json(work(read_object(body.content, depth)))
-            )
+            return await loop.run_in_executor(self._text_threads, lambda: _json(work(read_object(body.content, depth))))
         finally:
             body.release()
 
