@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import httpx
 import pytest
-from tests.e2e.cluster import FAST_BEATS, Front, completion
+from tests.e2e.api_paths import PATHS
+from tests.e2e.cluster import FAST_BEATS, Front, completion, standing_still
 
 from disagg.telemetry import metrics as table
-from disagg.testing.processes import Serve
+from disagg.testing.processes import Serve, wait_until
 
 MODEL = "tiny-llama"
 NUM_REQUESTS = 500
@@ -147,3 +148,72 @@ def check_answers(scripts: list[Script], answers: list[tuple[str, ...] | None]) 
     kinds = Counter(script.kind for script, answer in zip(scripts, answers, strict=True) if answer is not None)
     assert kinds[Kind.WHOLE] > NUM_REQUESTS // 10
     assert kinds[Kind.STREAM] > NUM_REQUESTS // 10
+
+
+# --- hundreds at once -----------------------------------------------------------------------------------------------
+
+NUM_CROWD = 400
+CROWD_PROMPT, CROWD_ANSWER = 300, 60  # tokens
+CROWD_LEAVES_EVERY_S = 0.005
+# Blocks for a sixth of them. Nothing is computed until all are open, and who stands still meanwhile is not lost.
+CROWD_ARGUMENTS = ("--num-blocks", "1600", "--num-threads", "1", "--beat-interval-s", "20")
+
+
+def crowd_script(number: int) -> Script:
+    """Every second client reads to the end, every fourth leaves after some tokens, the others when they are told to."""
+    prompt = [3 + (number * 7 + index * (1 + number % 11)) % 300 for index in range(CROWD_PROMPT)]
+    kind = Kind.GONE_MID_STREAM if number % 4 == 2 else Kind.STREAM
+    return Script(kind, prompt, CROWD_ANSWER, 0.0, 1 + number % 10)
+
+
+async def crowd(serve: Serve, front: Front, first_to_work: str) -> list[tuple[str, ...] | None]:
+    """What each of the clients has read, None for those that left."""
+    all_open = asyncio.Event()
+
+    async def one(client: httpx.AsyncClient, number: int) -> tuple[str, ...] | None:
+        living = asyncio.create_task(live(client, crowd_script(number)))
+        if number % 4:
+            return await living
+        await all_open.wait()
+        await asyncio.sleep(number * CROWD_LEAVES_EVERY_S)  # while it waits, is read, handed over or written
+        living.cancel()
+        await asyncio.wait({living})
+        return None
+
+    def are_open() -> bool:
+        return front.cluster().router.num_open_requests == NUM_CROWD
+
+    unlimited = httpx.Limits(max_connections=None)
+    async with (
+        httpx.AsyncClient(base_url=serve.url, timeout=120.0, trust_env=False, limits=unlimited) as client,
+        asyncio.timeout(200.0),
+        asyncio.TaskGroup() as group,
+    ):
+        with standing_still(serve.pid_of(first_to_work)):
+            asked = [group.create_task(one(client, number)) for number in range(NUM_CROWD)]
+            await asyncio.to_thread(wait_until, are_open, 60.0, f"{NUM_CROWD} requests to be open at once")
+        all_open.set()
+    return [each.result() for each in asked]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["mixed", "disaggregated"])
+def test_case_45_four_hundred_long_requests_at_once_of_whom_half_go(tiny_llama: Path, name: str) -> None:
+    num_workers, first_to_work = (1, "mixed-0") if name == "mixed" else (2, "prefill-0")
+    with Serve((str(tiny_llama), *PATHS[name], *CROWD_ARGUMENTS)) as serve, Front(serve.url) as front:
+        front.wait_idle(num_workers)
+        before = front.readings()
+        answers = asyncio.run(crowd(serve, front, first_to_work))
+        front.wait_idle(num_workers)
+        seen = front.readings().since(before)
+        ended = {outcome: seen.total(table.REQUESTS, outcome=outcome) for outcome in ("finished", "aborted", "failed")}
+        print(f"{name}: {ended}")
+        assert sum(ended.values()) == NUM_CROWD
+        assert ended["failed"] == 0
+        assert ended["aborted"] > NUM_CROWD // 5
+        assert all(answers[1::2])
+        for number in range(1, NUM_CROWD, NUM_CROWD // 4):  # what one reads does not depend on the crowd
+            (alone,) = front.complete(MODEL, crowd_script(number).prompt, CROWD_ANSWER)
+            assert answers[number] == alone.tokens
+        front.wait_idle(num_workers)
+        assert "Traceback" not in serve.output

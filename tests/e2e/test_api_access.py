@@ -1,5 +1,6 @@
 """`disagg serve` behind TLS and keys: the operator's side works, clients need a key, and no secret is shown."""
 
+import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from tests.e2e.cluster import FAST_BEATS, SMALL
+from tests.e2e.cluster import FAST_BEATS, SMALL, Front, announced, router
 
 from disagg.router.config import API_KEYS_VARIABLE
 from disagg.testing.processes import Serve
@@ -87,3 +88,15 @@ def test_files_that_cannot_be_used_end_the_start_with_one_line(tiny_llama: Path,
             assert process.wait(60.0) == 2, process.output
             assert words in process.lines[-1]
             assert "Traceback" not in process.output
+
+
+def test_a_router_at_an_ipv6_address_says_where_it_is(tiny_llama: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with router({"m": tiny_llama}, "--host", "::1") as process:
+        where = announced(process).http
+        assert where.startswith("[::1]:")
+        with Front(f"http://{where}") as front:
+            assert front.client.get("/health").status_code == httpx.codes.OK

@@ -115,11 +115,14 @@ def test_cases_03_05_06_a_stop_string_over_token_borders_is_cut_exactly(paths: P
         assert reasons[-1] == "stop"
 
 
-def test_case_34_the_first_token_ends_the_answer(paths: Paths) -> None:
-    prompt = fresh_ids(40)
-    reply = paths.complete(prompt, stop_token_ids=[greedy_id(paths, prompt)], max_tokens=9)
-    assert (reply.text, reply.choices[0]["finish_reason"]) == ("", "stop")
-    assert reply.body["usage"]["completion_tokens"] == 1
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_case_34_the_first_token_ends_the_answer(paths: Paths, is_streamed: bool) -> None:
+    prompt, eos = fresh_ids(40), {"ignore_eos": False, "logit_bias": {"2": 100}}
+    for ends in (eos, {"stop_token_ids": [greedy_id(paths, prompt)]}):
+        reply = paths.complete(prompt, max_tokens=9, stream=is_streamed, **ends)
+        parts = reply.streamed() if is_streamed else reply.choices
+        assert [(part["text"], part["finish_reason"]) for part in parts] == [("", "stop")]
+        assert is_streamed or reply.body["usage"]["completion_tokens"] == 1
 
 
 def greedy_id(paths: Paths, prompt: list[int]) -> int:
@@ -247,10 +250,9 @@ def test_case_07_a_character_over_two_tokens_is_whole(paths: Paths, tokenizer: M
 
 
 def test_case_12_null_is_up_to_the_context_and_zero_is_the_prompt_only(paths: Paths) -> None:
-    reply = paths.chat("hi", max_tokens=None, ignore_eos=True)
-    usage = reply.body["usage"]
-    assert usage["total_tokens"] == TINY_CONTEXT
-    assert reply.choices[0]["finish_reason"] == "length"
+    for reply in (paths.chat("hi", max_tokens=None, ignore_eos=True), paths.complete(PROMPT, max_tokens=None)):
+        assert reply.body["usage"]["total_tokens"] == TINY_CONTEXT
+        assert reply.choices[0]["finish_reason"] == "length"
     echo = paths.complete(PROMPT, echo=True, max_tokens=0)
     assert (echo.text, echo.choices[0]["finish_reason"]) == (PROMPT, "length")
     assert echo.body["usage"]["completion_tokens"] == 0

@@ -4,6 +4,7 @@ Case 32, a router that ends in the middle: test_structured.py, for it ends the c
 Case 40, a prompt that only the decode worker could hold, needs unlike workers: e4 in
 tests/faults/test_class_e_real_answers.py.
 Case 41, a prefill worker that fails: a2 and a3 in tests/faults/test_class_a_hangs.py.
+Case 45 with four hundred at once: test_aborts.py.
 """
 
 import asyncio

@@ -31,6 +31,20 @@ MODES: dict[str, dict[str, Any]] = {
     "seeded": {"temperature": 0.8, "seed": 7},
     "two choices": {"temperature": 0.8, "seed": 7, "n": 2},
     "stop string": {"temperature": 0, "stop": ["never said of anybody"]},
+    "every parameter": {
+        "temperature": 0.9,
+        "seed": 7,
+        "top_k": 60,
+        "top_p": 0.95,
+        "min_p": 0.001,
+        "min_tokens": 20,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"7": -100, "9": 2},
+        "logprobs": 2,
+        "echo": True,
+    },
 }
 
 
@@ -113,7 +127,7 @@ def kill_under_a_whole_answer(serve: Serve, front: Front, body: dict[str, Any]) 
     assert all(answer == expected for answer in answers)
 
 
-@pytest.mark.parametrize(("mode", "after"), [("greedy", 1), ("seeded", 8), ("two choices", 4)])
+@pytest.mark.parametrize(("mode", "after"), [("greedy", 1), ("seeded", 8), ("two choices", 4), ("every parameter", 6)])
 def test_a_decode_worker_killed_mid_stream(serve: Serve, front: Front, mode: str, after: int) -> None:
     kill_mid_stream(serve, front, question(SHORT_PROMPT, mode, stream=True), after)
 

@@ -71,10 +71,11 @@ choices = st.one_of(
     st.just({"type": "function", "function": {"name": "f"}}),
     anything,
 )
+documents = st.fixed_dictionaries({"name": st.just("n"), "schema": anything})
 formats = st.one_of(
     st.fixed_dictionaries(
         {"type": st.sampled_from(("json_schema", "json_object", "text"))},
-        optional={"json_schema": st.one_of(st.fixed_dictionaries({"schema": anything}), anything), "schema": anything},
+        optional={"json_schema": st.one_of(documents, anything), "schema": anything},
     ),
     anything,
 )

@@ -82,6 +82,7 @@ class OpenAnswer:
         self._events: _Events = _SingleEvents(self._streams[0]) if len(self._streams) == 1 else _Merged(self._streams)
         stops = StopAutomaton(params.stop) if params.stop else None
         ends = requests[0].sampling.stop_token_ids
+        shown_ids = _shown_ids(reading, tokenizer)
         self._choices = [
             ChoiceText(
                 index,
@@ -91,6 +92,7 @@ class OpenAnswer:
                 min_tokens=params.min_tokens,
                 is_prompt_only=params.is_prompt_only,
                 thoughts=_thought_counter(reading),
+                shown_ids=shown_ids,
             )
             for index in range(self._num_choices * len(requests))
         ]
@@ -218,6 +220,13 @@ def _thought_counter(reading: MessageReading | None) -> ThoughtCounter | None:
     if reading is None or not reading.is_thinking:
         return None
     return ThoughtCounter(is_open=reading.is_open)
+
+
+def _shown_ids(reading: MessageReading | None, tokenizer: ModelTokenizer) -> frozenset[int]:
+    """Marks that are looked for in a text must be in it, also those that are special tokens of their model."""
+    if reading is None:
+        return frozenset()
+    return frozenset(token.id for token in tokenizer.vocabulary.added if token.content in reading.marks)
 
 
 def _submit_all(

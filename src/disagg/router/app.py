@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from disagg.core.errors import DisaggError
 from disagg.dispatch.stream import GenerationService
 from disagg.router.access import Access
-from disagg.router.body import DEFAULT_LIMITS, BodyLimits
+from disagg.router.body import DEFAULT_LIMITS, Bodies, BodyLimits
 from disagg.router.description import Described
 from disagg.router.generation import Generation, draw_random_seed
 from disagg.router.http_errors import Refused, http_error, routing_error, unsupported_endpoint
@@ -141,10 +141,10 @@ def endpoints(
 ) -> tuple[tuple[str, str, Endpoint], ...]:
     """(method, path, who answers): all there is. Arguments as of create_app."""
     access = access or Access()
-    timing = timing or Timing(0, clock)
+    timing, bodies = timing or Timing(0, clock), Bodies(limits)
     served = ServedModels(service, models)
-    writing = Generation(service, served, access, text_threads, limits, timing, clock, draw_seed)
-    telling = Information(service, served, access, text_threads, limits, clock)
+    writing = Generation(service, served, access, text_threads, bodies, timing, clock, draw_seed)
+    telling = Information(service, served, access, text_threads, bodies, clock)
     timelines = Timelines(access, timing.store, text_threads)
     made: tuple[tuple[str, str, Endpoint], ...] = (
         ("POST", "/v1/chat/completions", writing.chat),

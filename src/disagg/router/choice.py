@@ -50,9 +50,11 @@ class ChoiceText:
         min_tokens: int = 0,
         is_prompt_only: bool = False,
         thoughts: ThoughtCounter | None = None,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
         """Stop strings that end within the first min_tokens tokens count for nothing; of is_prompt_only the answer
         is not shown at all. thoughts: counts those among its tokens, where they are told from the rest.
+        shown_ids: special tokens that are text all the same.
         """
         self._min_tokens = min_tokens
         self._is_prompt_only = is_prompt_only
@@ -61,7 +63,7 @@ class ChoiceText:
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._end_ids = frozenset(end_ids)
-        self._detokenizer = start_detokenizer(tokenizer)
+        self._detokenizer = start_detokenizer(tokenizer, shown_ids)
         self._filter = StopFilter(stops) if stops is not None else None
         self._is_plain = self._filter is None and not is_prompt_only
         self._num_decoded = 0

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from disagg import __version__
 from disagg.router.chat import ChatAnswer
 from disagg.router.completions import CompletionAnswer
+from disagg.router.fields import IDENTIFIER
 from disagg.router.http_errors import JSON, ErrorEnvelope
 from disagg.router.message_format import MessageAnswer
 from disagg.router.openai_types import (
@@ -115,7 +116,7 @@ _MESSAGE: Final = _either(
     ),
     _object(("role", "content", "tool_call_id"), role={"const": "tool"}, content=_CONTENT, tool_call_id=_TEXT),
 )
-_NAME: Final[Schema] = {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"}
+_NAME: Final[Schema] = {"type": "string", "pattern": f"^{IDENTIFIER}$"}
 _FUNCTION: Final = _object(
     ("name",),
     name=_NAME,
@@ -126,9 +127,9 @@ _FUNCTION: Final = _object(
 _TOOL: Final = _object(("type", "function"), type={"const": "function"}, function=_FUNCTION)
 _NAMED: Final = _object(("type", "function"), type={"const": "function"}, function=_object(("name",), name=_TEXT))
 _DOCUMENT: Final = _object(
-    ("schema",),
+    ("name", "schema"),
+    name=_NAME,
     schema={"type": "object"},
-    name=_or_null(_TEXT),
     description=_or_null(_TEXT),
     strict=_or_null(_TRUTH),
 )
@@ -184,13 +185,12 @@ PARAMETERS: Final = (
     Parameter("stream_options", _OPTIONS),
     Parameter("user", _TEXT),
     Parameter("response_format", _FORMAT, _CHAT),
-    Parameter("tools", _array(_TOOL, 0, MAX_TOOLS), _CHAT),
-    Parameter("tool_choice", _either({"enum": ["none", "auto", "required"]}, _NAMED), _CHAT),
+    Parameter("tools", _array(_TOOL, 0, MAX_TOOLS), _CHAT + _SPELLING),
+    Parameter("tool_choice", _either({"enum": ["none", "auto", "required"]}, _NAMED), _CHAT + _SPELLING),
     Parameter("parallel_tool_calls", _TRUTH, _CHAT),
     Parameter("model", _TEXT, (Endpoint.TOKENIZE, Endpoint.DETOKENIZE)),
     Parameter("prompt", _TEXT, _SPELLING),
     Parameter("messages", _array(_MESSAGE, 1), _SPELLING),
-    Parameter("tools", _array(_TOOL, 0, MAX_TOOLS), _SPELLING),
     Parameter("add_special_tokens", _TRUTH, _SPELLING),
     Parameter("add_generation_prompt", _TRUTH, _SPELLING),
     Parameter("return_token_strs", _TRUTH, _SPELLING),

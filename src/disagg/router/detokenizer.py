@@ -10,7 +10,7 @@ from disagg.modelfiles.tokenizer import ModelTokenizer
 
 
 class Detokenizer(Protocol):
-    """Text of one answer. Special tokens add nothing."""
+    """Text of one answer. Special tokens add nothing, unless they are to be shown."""
 
     def push(self, token_id: int) -> str:
         """Text that is certain after this token: "" while a character is incomplete."""
@@ -19,10 +19,12 @@ class Detokenizer(Protocol):
         """What is left at the end; a character that never became whole is U+FFFD."""
 
 
-def start_detokenizer(tokenizer: ModelTokenizer) -> Detokenizer:
-    """A fresh detokenizer for one answer."""
+def start_detokenizer(tokenizer: ModelTokenizer, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
+    """A fresh detokenizer for one answer. shown_ids: special tokens that are text to whoever reads it."""
     table = tokenizer.byte_table
-    return _ByteDetokenizer(table, tokenizer.special_ids) if table is not None else _PieceDetokenizer(tokenizer)
+    if table is None:
+        return _PieceDetokenizer(tokenizer)
+    return _ByteDetokenizer(table, tokenizer.special_ids - shown_ids if shown_ids else tokenizer.special_ids)
 
 
 class _ByteDetokenizer:

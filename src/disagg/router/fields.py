@@ -1,7 +1,8 @@
 """Reading a JSON object from outside field by field. Every refusal is an InvalidRequest that names the field."""
 
+import re
 from collections.abc import Mapping
-from typing import cast
+from typing import Final, cast
 
 import msgspec
 
@@ -9,8 +10,8 @@ from disagg.core.errors import InvalidRequest
 
 JsonObject = Mapping[str, object]
 
-
-DEFAULT_MAX_DEPTH = 64
+DEFAULT_MAX_DEPTH: Final = 64
+IDENTIFIER: Final = "[a-zA-Z0-9_-]{1,64}"
 
 
 def read_object(body: bytes, max_depth: int = DEFAULT_MAX_DEPTH) -> JsonObject:
@@ -81,6 +82,14 @@ class Fields:
         value = self.required(key)
         if not isinstance(value, str):
             raise wrong_type(self.name(key), "a string", value)
+        return value
+
+    def identifier(self, key: str) -> str:
+        """What OpenAI takes as a name."""
+        value = self.text(key)
+        if not re.fullmatch(IDENTIFIER, value):
+            text = f"'{self.name(key)}' is {value[:80]!r}; it must have 1 to 64 letters, digits, '_' and '-'"
+            raise InvalidRequest(text, param=self.name(key))
         return value
 
     def boolean(self, key: str, default: bool = False) -> bool:

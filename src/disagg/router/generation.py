@@ -29,7 +29,7 @@ from disagg.dispatch.stream import GenerateRequest, GenerationService, ModelStat
 from disagg.router.access import Access, Caller
 from disagg.router.answer import OpenAnswer
 from disagg.router.answer_format import AnswerFormat, AnswerHead, extended
-from disagg.router.body import BodyLimits, read_body
+from disagg.router.body import Bodies, Body
 from disagg.router.chat import ChatFormat
 from disagg.router.choice import ChoiceText, Piece
 from disagg.router.completions import CompletionFormat
@@ -75,7 +75,7 @@ class Generation:
         models: ServedModels,
         access: Access,
         text_threads: Executor,
-        limits: BodyLimits,
+        bodies: Bodies,
         timing: Timing,
         clock: Callable[[], float],
         draw_seed: Callable[[], int],
@@ -84,7 +84,7 @@ class Generation:
         self._models = models
         self._access = access
         self._text_threads = text_threads
-        self._limits = limits
+        self._bodies = bodies
         self._timing = timing
         self._clock = clock
         self._draw_seed = draw_seed
@@ -99,27 +99,30 @@ class Generation:
         caller = self._access.caller(request.headers)
         received_s = time_received(request.scope)
         timing = self._timing.begin(request.scope["path"], request.headers, received_s)
-        body = await read_body(request, self._limits)
-        if timing is not None:
-            timing.mark(Stage.RECEIVE, time.monotonic())
-        return await unless_client_goes(
-            request.receive, self._answer(caller, body, received_s, timing, prepare, form, prefix)
-        )
+        body = await self._bodies.read(request)
+        try:
+            if timing is not None:
+                timing.mark(Stage.RECEIVE, time.monotonic())
+            work = self._answer(caller, body, received_s, timing, prepare, form, prefix)
+            return await unless_client_goes(request.receive, work)
+        finally:
+            body.release()
 
     async def _answer(
         self,
         caller: Caller,
-        body: bytes,
+        body: Body,
         received_s: float,
         timing: AnswerTiming | None,
         prepare: Prepare,
         form: Format,
         prefix: str,
     ) -> Response:
-        statuses, depth = self._models.statuses(), self._limits.max_depth
+        statuses, depth = self._models.statuses(), self._bodies.limits.max_depth
         loop = asyncio.get_running_loop()
-        work = _noted(lambda: prepare(read_object(body, depth), statuses), timing)
+        work = _noted(lambda: prepare(read_object(body.content, depth), statuses), timing)
         job = await loop.run_in_executor(self._text_threads, work)
+        body.release()  # before the answer, which may take minutes
         params, tokenizer = job.params, job.text.tokenizer
         self._admit(caller, job.requests)
         requests = [_of(caller, each) for each in job.requests]

@@ -20,6 +20,7 @@ from disagg.core.errors import (
 )
 
 JSON: Final = "application/json"
+_BODIES_RETRY_S: Final = 1.0
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -41,6 +42,7 @@ class HttpError(msgspec.Struct, frozen=True):
     status: int
     body: ErrorBody
     retry_after_s: float | None = None
+    ends_connection: bool = False  # the rest of the body may still come, or never
 
     @property
     def json(self) -> bytes:
@@ -50,7 +52,7 @@ class HttpError(msgspec.Struct, frozen=True):
         headers: dict[str, str] = {}
         if self.retry_after_s is not None:  # clients count in whole seconds; 0 would be a busy loop
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
-        if self.status in (408, 413):  # the rest of the body may still come, or never
+        if self.ends_connection:
             headers["Connection"] = "close"
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
@@ -95,7 +97,7 @@ def http_error(error: Exception) -> HttpError:
 def body_too_large(max_body_bytes: int) -> HttpError:
     """413: the body is over the limit."""
     message = f"the body is larger than {max_body_bytes} bytes; send less text at once"
-    return HttpError(413, ErrorBody(message, "invalid_request_error", None, "body_too_large"))
+    return HttpError(413, ErrorBody(message, "invalid_request_error", None, "body_too_large"), ends_connection=True)
 
 
 class Refused(Exception):
@@ -109,7 +111,14 @@ class Refused(Exception):
 def body_too_slow(timeout_s: float) -> HttpError:
     """408: the body did not come in time."""
     message = f"the body did not come within {timeout_s:g} s; send it in one go"
-    return HttpError(408, ErrorBody(message, "invalid_request_error", None, "request_timeout"))
+    return HttpError(408, ErrorBody(message, "invalid_request_error", None, "request_timeout"), ends_connection=True)
+
+
+def too_many_large_bodies(max_held_bytes: int) -> HttpError:
+    """429: others' bodies take all the room there is for large ones."""
+    message = f"large bodies that are being read take all of {max_held_bytes} bytes; send it again in a moment"
+    body = ErrorBody(message, "server_overloaded", None, "server_overloaded")
+    return HttpError(429, body, _BODIES_RETRY_S, ends_connection=True)
 
 
 def unsupported_endpoint(path: str) -> HttpError:

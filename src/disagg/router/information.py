@@ -13,7 +13,7 @@ from disagg.core.errors import Unavailable
 from disagg.dispatch.stream import GenerationService, ModelStatus
 from disagg.router.access import Access
 from disagg.router.answer_format import to_json
-from disagg.router.body import BodyLimits, read_body
+from disagg.router.body import Bodies
 from disagg.router.fields import JsonObject, read_object
 from disagg.router.http_errors import JSON, http_error
 from disagg.router.models import ServedModels
@@ -32,14 +32,14 @@ class Information:
         models: ServedModels,
         access: Access,
         text_threads: Executor,
-        limits: BodyLimits,
+        bodies: Bodies,
         clock: Callable[[], float],
     ) -> None:
         self._service = service
         self._models = models
         self._access = access
         self._text_threads = text_threads
-        self._limits = limits
+        self._bodies = bodies
         self._started_at = int(clock())
 
     async def list_models(self, request: Request) -> Response:
@@ -97,9 +97,12 @@ class Information:
 
     async def _on_text_thread(self, request: Request, work: Callable[[JsonObject], object]) -> Response:
         self._access.caller(request.headers)
-        body, depth = await read_body(request, self._limits), self._limits.max_depth
+        body, depth = await self._bodies.read(request), self._bodies.limits.max_depth
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._text_threads, lambda: _json(work(read_object(body, depth))))
+        try:
+            return await loop.run_in_executor(self._text_threads, lambda: _json(work(read_object(body.content, depth))))
+        finally:
+            body.release()
 
     def _card(self, status: ModelStatus) -> dict[str, object]:
         return {

@@ -3,6 +3,7 @@
 import socket
 from typing import Final
 
+from disagg.core.endpoints import join_address
 from disagg.core.errors import ConfigurationError
 
 _BACKLOG: Final = 2048
@@ -37,8 +38,9 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
+        where = join_address(host, port)
         raise ConfigurationError(
-            f"cannot listen on {host}:{port}: {error.strerror}; stop what uses the port or choose another one"
+            f"cannot listen on {where}: {error.strerror}; stop what uses the port or choose another one"
         ) from error
     listener.setblocking(False)
     return listener

@@ -4,9 +4,9 @@ import msgspec
 
 from disagg.core.request import FinishReason
 from disagg.router.parser_names import ToolParser
-from disagg.router.reasoning import ThinkSplitter
+from disagg.router.reasoning import THINK_CLOSE, THINK_OPEN, ThinkSplitter
 from disagg.router.tools.families import start_parser
-from disagg.router.tools.parsers import CallDelta, Read
+from disagg.router.tools.parsers import HERMES_CLOSE, HERMES_OPEN, CallDelta, Read
 from disagg.router.tools.spec import ToolMode
 
 
@@ -19,6 +19,13 @@ class MessageReading(msgspec.Struct, frozen=True):
     is_parallel: bool
     is_thinking: bool  # reasoning is taken out
     is_open: bool  # the prompt ends inside of it
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What the text is searched for."""
+        thoughts = (THINK_OPEN, THINK_CLOSE) if self.is_thinking else ()
+        calls = (HERMES_OPEN, HERMES_CLOSE) if self.names and self.parser is ToolParser.HERMES else ()
+        return thoughts + calls
 
 
 class MessageDelta(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 Unknown keys are ignored. Known ones that would change the answer and are not supported yet are refused by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, cast
 
 import msgspec
@@ -12,7 +12,7 @@ from disagg.core.errors import InvalidRequest
 from disagg.modelfiles.chat_template import ChatMessage
 from disagg.router.answer_plan import AnswerForm, read_form
 from disagg.router.fields import Fields, JsonObject, kind_of, wrong_type
-from disagg.router.tools.turns import is_answer_to_call, read_call_id, read_calls
+from disagg.router.tools.turns import first_stray, read_call_id, read_calls
 
 MAX_CHOICES: Final = 128  # of one request, over all its prompts
 MAX_STOPS: Final = 4
@@ -32,9 +32,32 @@ MAX_PENALTY: Final = 2.0
 REPETITION_PENALTY: Final = (0.01, 100.0)
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
-# Parts of others' APIs that would change the answer; absent or false is as good as not said.
-REFUSED: Final = ("use_beam_search", "prompt_embeds", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-REFUSED_IN_CHAT: Final = ("audio", "prediction", "web_search_options")
+# Parts of others' APIs that would change the answer, and their values that would not, besides null.
+REFUSED: Final[Mapping[str, tuple[object, ...]]] = {
+    "use_beam_search": (False,),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    # Forms of answers in other servers' words; `response_format` is ours.
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), (False,)),
+    **dict.fromkeys(("json_schema", "grammar", "regex", "ebnf"), ("",)),
+}
+REFUSED_IN_CHAT: Final[Mapping[str, tuple[object, ...]]] = {
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"], []),
+    "reasoning_effort": ("none",),
+    "echo": (False,),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "chat_template": ("",),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+}
 
 Prompt = str | tuple[int, ...]
 
@@ -44,7 +67,7 @@ class SharedParams(msgspec.Struct, frozen=True):
 
     model: str
     num_choices: int
-    max_tokens: int | None  # None: as many as the endpoint's default
+    max_tokens: int | None  # None: as many as fit
     temperature: float
     top_p: float
     seed: int | None
@@ -99,17 +122,11 @@ def read_chat(body: JsonObject) -> ChatRequest:
     fields = Fields(body)
     model = fields.text("model")
     form = read_form(fields)
-    fields.refuse_unless("functions", [])
-    fields.refuse_unless("function_call", "none", "auto")
-    fields.refuse_unless("modalities", ["text"], [])
-    fields.refuse_unless("reasoning_effort", "none")
-    fields.refuse_unless("echo", False)
-    for key in REFUSED_IN_CHAT:
-        fields.refuse_unless(key)
+    for key, neutral in REFUSED_IN_CHAT.items():
+        fields.refuse_unless(key, *neutral)
     messages = read_messages(fields)
-    max_tokens = fields.integer("max_completion_tokens", 1, MAX_TOKENS)
-    if max_tokens is None:
-        max_tokens = fields.integer("max_tokens", 1, MAX_TOKENS)
+    older, newer = _read_lengths(fields, 1)
+    max_tokens = older if newer is None else newer
     top = fields.integer("top_logprobs", 0, MAX_CHAT_LOGPROBS)
     wants_logprobs = fields.boolean("logprobs")
     if top is not None and not wants_logprobs:
@@ -124,12 +141,10 @@ def read_completion(body: JsonObject) -> CompletionRequest:
     model = fields.text("model")
     fields.refuse_unless("suffix", "")
     fields.refuse_unless("response_format", {"type": "text"})
-    fields.refuse_unless("best_of", 1, fields.values.get("n"))
     prompts = _read_prompts(fields)
-    max_tokens = fields.integer("max_tokens", 0, MAX_TOKENS)
-    if max_tokens is None:
-        max_tokens = fields.integer("max_completion_tokens", 0, MAX_TOKENS)
-    if max_tokens is None:
+    older, newer = _read_lengths(fields, 0)
+    max_tokens = newer if older is None else older
+    if max_tokens is None and "max_tokens" not in fields.values:  # null says that there is no limit but the context
         max_tokens = DEFAULT_COMPLETION_TOKENS
     if isinstance(fields.values.get("logprobs"), bool):
         raise wrong_type("logprobs", f"an integer from 0 to {MAX_COMPLETION_LOGPROBS}", fields.values["logprobs"])
@@ -148,8 +163,9 @@ def _read_common(
 ) -> SharedParams:
     if fields.has("user"):
         fields.text("user")
-    for key in REFUSED:
-        fields.refuse_unless(key, False)
+    for key, neutral in REFUSED.items():
+        fields.refuse_unless(key, *neutral)
+    fields.refuse_unless("best_of", fields.values.get("n") or 1)
     stream = fields.boolean("stream")
     options = fields.nested("stream_options")
     if options is not None and not stream:
@@ -178,6 +194,11 @@ def _read_common(
         stop_token_ids=_read_stop_token_ids(fields),
         num_prompt_logprobs=_read_prompt_logprobs(fields, stream=stream),
     )
+
+
+def _read_lengths(fields: Fields, low: int) -> tuple[int | None, int | None]:
+    """max_tokens and its newer name. Both are checked, whichever counts."""
+    return fields.integer("max_tokens", low, MAX_TOKENS), fields.integer("max_completion_tokens", low, MAX_TOKENS)
 
 
 def _read_stop_token_ids(fields: Fields) -> tuple[int, ...]:
@@ -291,13 +312,13 @@ def read_messages(fields: Fields) -> tuple[ChatMessage, ...]:
     if not values:
         raise InvalidRequest("'messages' is empty; give at least one message", param="messages", code="empty_prompt")
     messages = tuple(_read_message(f"messages[{place}]", value) for place, value in enumerate(values))
-    for place, message in enumerate(messages):
-        if message.call_id is not None and not is_answer_to_call(messages, place):
-            raise InvalidRequest(
-                f"'messages[{place}]' answers the call {message.call_id[:80]!r}, which the turn before it does not "
-                "make; a 'tool' message follows the 'tool_calls' that it answers",
-                param=f"messages[{place}].tool_call_id",
-            )
+    stray = first_stray(messages)
+    if stray is not None:
+        raise InvalidRequest(
+            f"'messages[{stray}]' answers the call {(messages[stray].call_id or '')[:80]!r}, which the turn before it "
+            "does not make; a 'tool' message follows the 'tool_calls' that it answers",
+            param=f"messages[{stray}].tool_call_id",
+        )
     return messages
 
 

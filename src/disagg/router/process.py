@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from disagg.channel.garbage import collect_rarely
 from disagg.channel.keys import load_keys
 from disagg.channel.lifeline import watch_parent
+from disagg.core.endpoints import join_address
 from disagg.core.errors import ConfigurationError
 from disagg.core.ids import MAX_INCARNATION, Incarnation
 from disagg.dispatch.config import DispatcherConfig
@@ -117,10 +118,10 @@ async def _serve_http(
         )
         server = _http_server(config, app)
         running = asyncio.create_task(server.serve(sockets=[http]))
-        host, port = http.getsockname()[:2]
+        address = join_address(*http.getsockname()[:2])
         with contextlib.suppress(OSError):  # nobody reads it where stdout is a full disk
             print(
-                encode_announcement(Announcement(f"{host}:{port}", control, "https" if config.tls_cert else "http")),
+                encode_announcement(Announcement(address, control, "https" if config.tls_cert else "http")),
                 flush=True,
             )
         await _told_to_stop(running)

@@ -39,15 +39,15 @@ def read_response_format(fields: Fields) -> ResponseFormat | None:
     given.required("json_schema")
     inner = given.nested("json_schema")
     assert inner is not None  # required() saw it
-    for key in ("name", "description"):
-        if inner.has(key):
-            inner.text(key)
+    if inner.has("description"):
+        inner.text("description")
     is_strict = inner.boolean("strict")
     if not inner.has("schema"):
         text = f"'{inner.name('schema')}' is required: it holds the JSON schema itself"
         raise InvalidRequest(text, param=inner.name("schema"), code="missing_parameter")
     outer = inner.nested("schema")
     assert outer is not None  # has() saw it
+    inner.identifier("name")
     return ResponseFormat(schema_text(outer.values, is_lenient=not is_strict), inner.name("schema"))
 
 

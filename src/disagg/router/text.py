@@ -192,6 +192,13 @@ def _max_tokens(params: SharedParams, num_prompt: int, source: str, status: Mode
             param=source,
             code="context_length_exceeded",
         )
+    if wanted is None and params.min_tokens > room:
+        raise InvalidRequest(
+            f"'min_tokens' is {params.min_tokens}, but the prompt has {num_prompt} tokens and the context of "
+            f"{status.model} is {limit} tokens; ask for at most {room}",
+            param="min_tokens",
+            code="out_of_range",
+        )
     if wanted is None:
         return room
     if wanted > room:

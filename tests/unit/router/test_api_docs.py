@@ -25,7 +25,7 @@ PAGE = (ROOT / "docs" / "api.md").read_text()
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 WRONG: list[list[list[int]]] = [[[]]]  # of a type that no parameter has
 LOGPROBS = {"chat": "true", "completions": "2"}
-READS = re.compile(r'\.(?:text|boolean|integer|number|nested|array|required|refuse_unless|has)\(\s*"(\w+)"')
+READS = re.compile(r'\.(?:text|identifier|boolean|integer|number|nested|array|required|refuse_unless|has)\(\s*"(\w+)"')
 FILES = (openai_types, answer_plan, response_format, spec)
 TOLD = set(ChoiceTimeline.__struct_fields__) - {"choice", "outcome", "stages", "num_output_tokens"}
 TOLD -= {"ttft_s", "first_gap_s", "total_s"}  # what the parts add up to
@@ -121,6 +121,13 @@ def test_the_description_takes_what_the_page_takes_and_nothing_else(endpoint: En
         if row.name in taken:
             with pytest.raises(jsonschema.ValidationError):
                 validator.validate({**plain, **row.fields(word), row.name: WRONG})
+
+
+def test_the_description_of_token_endpoints_is_the_pages() -> None:
+    found = re.search(r"`/tokenize` takes(.*?)`/detokenize` takes(.*?)\.", PAGE, re.DOTALL)
+    assert found is not None
+    for endpoint, text in zip((Endpoint.TOKENIZE, Endpoint.DETOKENIZE), found.groups(), strict=True):
+        assert set(re.findall(r"`(\w+)`", text)) == set(body_schema(endpoint)["properties"])
 
 
 async def test_the_description_names_every_endpoint(site: Site) -> None:

@@ -90,6 +90,13 @@ async def test_a_tool_answers_a_call_that_was_made(site: Site) -> None:
     assert (await site.chat(messages=[asked, made, answer, answer])).status_code == 200
 
 
+def test_many_answers_to_one_call_take_time_in_proportion() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    answer = {"role": "tool", "tool_call_id": "c", "content": "x"}
+    messages = [{"role": "assistant", "tool_calls": [call]}, *[answer] * 60_000]
+    assert len(read_chat({"model": "m", "messages": messages}).messages) == 60_001
+
+
 async def test_a_template_without_tools_is_spelled_them_out(site: Site, tokenizer: ModelTokenizer) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Brno"}'}}
     messages = [
@@ -335,3 +342,24 @@ async def test_a_template_of_its_own_for_tools(make_site: MakeSite, tmp_path: Pa
     assert prompt_of(site, text.tokenizer) == "plain"
     await site.chat(tools=[CLOCK])
     assert prompt_of(site, text.tokenizer).startswith("[clock|")
+
+
+async def test_marks_are_read_where_they_are_special_tokens_too(make_site: MakeSite, tmp_path: Path) -> None:
+    marks = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    file = write_tiny_tokenizer(tmp_path, words=marks) / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["added_tokens"] = [{**token, "special": True} for token in content["added_tokens"]]
+    file.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(tmp_path)
+    assert all(set(tokenizer.encode(mark)) <= tokenizer.special_ids for mark in marks)
+    template = ChatTemplate(SHOWN, tokenizer.named_tokens)
+    text = ModelText(tokenizer, template, reasoning_parser=ReasoningParser.THINK)
+    site = site_with(make_site, text, f"<think>a</think>b {CALL}")
+    (choice,) = (await site.chat(tools=[WEATHER])).json()["choices"]
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"], choice["finish_reason"]) == ("a", "b", "tool_calls")
+    streamed = joined(await site.chat(tools=[WEATHER], stream=True))
+    assert streamed["calls"][0]["arguments"] == message["tool_calls"][0]["function"]["arguments"] == '{"city": "Praha"}'
+    assert (streamed["reasoning"], streamed["content"]) == ("a", "b")
+    # Who searches for nothing is shown none of them.
+    assert (await site.complete()).json()["choices"][0]["text"].startswith("ab ")

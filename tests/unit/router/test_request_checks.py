@@ -19,6 +19,10 @@ BAD_COMMON: list[tuple[dict[str, object], str]] = [
     ({"n": "2"}, "n"),
     ({"max_tokens": -3}, "max_tokens"),
     ({"max_tokens": "10"}, "max_tokens"),
+    ({"max_tokens": "10", "max_completion_tokens": 5}, "max_tokens"),
+    ({"max_tokens": 5, "max_completion_tokens": "10"}, "max_completion_tokens"),
+    ({"best_of": 3}, "best_of"),
+    ({"best_of": 1, "n": 2}, "best_of"),
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -58,6 +62,7 @@ BAD_COMMON: list[tuple[dict[str, object], str]] = [
     ({"min_p": -0.1}, "min_p"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"min_tokens": 4096, "max_tokens": None}, "min_tokens"),  # more than the context has room for
     ({"user": 5}, "user"),
     ({"stop_token_ids": 5}, "stop_token_ids"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids"),
@@ -164,6 +169,8 @@ BAD_CHAT: list[tuple[dict[str, object], str]] = [
     ({"response_format": schema_format({"type": "string", "pattern": "(a"})}, "response_format.json_schema.schema"),
     ({"response_format": schema_format({"enum": ["x" * 300_000]})}, "response_format.json_schema.schema"),
     ({"response_format": schema_format({}, strict="yes")}, "response_format.json_schema.strict"),
+    ({"response_format": schema_format({}, name=None)}, "response_format.json_schema.name"),
+    ({"response_format": schema_format({}, name="a b")}, "response_format.json_schema.name"),
     ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens"),
     ({"response_format": "json"}, "response_format"),
     ({"modalities": ["audio"]}, "modalities"),
@@ -189,7 +196,6 @@ BAD_COMPLETION: list[tuple[dict[str, object], str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"echo": 1}, "echo"),
     ({"suffix": "x"}, "suffix"),
-    ({"best_of": 3}, "best_of"),
 ]
 
 
@@ -214,7 +220,9 @@ async def test_neutral_values_are_taken(site: Site) -> None:
     names = ("n", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options", "user", "logprobs")
     nothing = dict.fromkeys((*names, "logit_bias", "presence_penalty"))
     common: dict[str, object] = {**nothing, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0, "n": 1.0}
+    common |= {"skip_special_tokens": True, "include_stop_str_in_output": False, "bad_words": [], "grammar": ""}
     chat = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "top_k": 5, "made_up": {}}
+    chat |= {"chat_template_kwargs": {}, "continue_final_message": False, "modalities": ["text"]}
     assert (await site.chat(**common, **chat)).status_code == 200
     assert (await site.complete(**common, echo=False, suffix="", best_of=1, made_up=1)).status_code == 200
     assert (await site.complete(n=2, best_of=2)).status_code == 200
@@ -305,6 +313,20 @@ async def test_prompt_and_answer_longer_than_the_context(make_site: MakeSite) ->
     assert (await site.complete(prompt=[5] * 12, max_tokens=8)).status_code == 200
     assert (await site.complete(prompt=[5] * 4)).status_code == 200  # exactly the default of 16
     assert (await site.complete(prompt=[5] * 5)).status_code == 400
+
+
+async def test_how_long_an_answer_may_be_when_nobody_says_so(make_site: MakeSite) -> None:
+    site = make_site(statuses=[ready("tiny", 64)])
+    lengths: list[tuple[dict[str, object], int]] = [
+        ({}, 16),
+        ({"max_completion_tokens": None}, 16),
+        ({"max_tokens": None}, 44),  # up to the context
+        ({"max_tokens": None, "max_completion_tokens": 5}, 5),
+    ]
+    for fields, most in lengths:
+        assert (await site.complete(prompt=[5] * 20, **fields)).status_code == 200
+        asked = site.service.streams[-1].request
+        assert (asked.sampling.max_tokens, asked.is_open_ended) == (most, most == 44), fields
 
 
 async def test_model_without_template(site: Site) -> None:

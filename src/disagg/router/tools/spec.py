@@ -2,7 +2,6 @@
 
 import enum
 import json
-import re
 from collections.abc import Mapping
 from typing import Final, cast
 
@@ -14,7 +13,6 @@ from disagg.router.fields import Fields, JsonObject, wrong_type
 
 MAX_TOOLS: Final = 128
 MAX_TOOLS_BYTES: Final = 256 << 10  # of all their parameters together: each is checked
-_NAME: Final = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _NO_PARAMETERS: Final[Mapping[str, object]] = {"type": "object", "properties": {}}
 
 
@@ -94,10 +92,7 @@ def _read_tool(name: str, value: object) -> Tool:
     fields.required("function")
     function = fields.nested("function")
     assert function is not None  # required() saw it
-    called = function.text("name")
-    if not _NAME.fullmatch(called):
-        text = f"'{name}.function.name' is {called[:80]!r}; it must have 1 to 64 letters, digits, '_' and '-'"
-        raise InvalidRequest(text, param=f"{name}.function.name")
+    called = function.identifier("name")
     if function.has("description"):
         function.text("description")
     parameters = function.nested("parameters")

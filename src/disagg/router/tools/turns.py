@@ -24,12 +24,15 @@ def read_call_id(fields: Fields) -> str:
     return fields.text("tool_call_id")
 
 
-def is_answer_to_call(messages: Sequence[ChatMessage], place: int) -> bool:
-    """Whether the tool's message at `place` follows, perhaps after other answers, the turn that made its call."""
-    first = place
-    while first > 0 and messages[first].call_id is not None:
-        first -= 1
-    return any(call.id == messages[place].call_id for call in messages[first].calls)
+def first_stray(messages: Sequence[ChatMessage]) -> int | None:
+    """The place of the first tool's message that does not follow, perhaps after other answers, the turn of its call."""
+    made: frozenset[str] = frozenset()  # calls of the last turn that was no tool's
+    for place, message in enumerate(messages):
+        if message.call_id is None:
+            made = frozenset(call.id for call in message.calls)
+        elif message.call_id not in made:
+            return place
+    return None
 
 
 def _read_call(name: str, value: object) -> MadeCall:
