@@ -7,6 +7,7 @@ import msgspec
 import typer
 
 from disagg.bench.traces import TRACE_FORMATS
+from disagg.core.formats import Weights
 
 SERVER, WORK, TIME, TARGETS, OUTPUT = "Server", "Work", "Arrivals", "Targets", "Output"
 DEFAULT_MIXES: Final = ("chat", "rag", "code")
@@ -111,7 +112,7 @@ class PhasesOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 255
     output_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 256
     rounds: Annotated[int, typer.Option(help="Times; medians count.")] = 3
-    weights: Annotated[str, typer.Option(help="fp32, fp16 or int8: how the server keeps them.")] = "fp32"
+    weights: Annotated[Weights, typer.Option(help="How the server keeps them.")] = Weights.FP32
     measure_limits: Annotated[bool, typer.Option(help="Measure this machine first, on one thread.")] = True
     seed: Seed = 7
     timeout_s: TimeoutS = 300.0
