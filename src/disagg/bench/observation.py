@@ -79,6 +79,27 @@ class Observation(msgspec.Struct, frozen=True):
         return {role: sum(each) / len(each) for role, each in found.items()}
 
 
+def joined(parts: Sequence[tuple[float, Observation]]) -> Observation:
+    """Rounds of one load put end to end: (seconds by which its clock is set off, observation) each, in order.
+
+    What workers did between two rounds, for other loads, is left out.
+    """
+    samples: list[Sample] = []
+    moved: dict[str, float] = {}
+    spent_s: dict[str, float] = {}  # worker -> seconds in forward passes in all rounds so far
+    for offset_s, each in parts:
+        began_s: dict[str, float] = {}
+        so_far_s = dict(spent_s)
+        for sample in each.samples:
+            worker = sample.worker
+            step_s = sample.step_s - began_s.setdefault(worker, sample.step_s) + so_far_s.get(worker, 0.0)
+            spent_s[worker] = step_s
+            samples.append(msgspec.structs.replace(sample, at_s=sample.at_s + offset_s, step_s=step_s))
+        for key, value in each.moved.bytes_by_visibility.items():
+            moved[key] = moved.get(key, 0.0) + value
+    return Observation(tuple(samples), Moved(moved), tuple(one for _, each in parts for one in each.timelines))
+
+
 class Observer:
     """Asks for /metrics now and then, and for timelines before and after. `async with` around the load."""
 

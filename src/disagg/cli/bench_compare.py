@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from disagg import __version__
 from disagg.bench.comparison import Verdict, break_even, length_classes, verdict
 from disagg.bench.html_report import (
     attainment_plot,
@@ -28,6 +29,7 @@ from disagg.bench.text_report import describe
 from disagg.cli.bench_options import CompareOptions, ReportOptions
 from disagg.cli.bench_progress import Progress
 from disagg.cli.bench_run import READY_TIMEOUT_S, TARGET_SHARE, check_writable, write_page
+from disagg.cli.machine import processor
 from disagg.core.errors import ConfigurationError
 from disagg.report.page import Section, page
 from disagg.testing.processes import Serve
@@ -71,6 +73,9 @@ def _check(asked: CompareOptions) -> None:
         raise ConfigurationError(f"{text}: a comparison needs at least one of each")
     if not asked.rates or not all(0 < rate < math.inf for rate in asked.rates) or asked.rounds < 1:
         raise ConfigurationError(f"rates {asked.rates} in {asked.rounds} rounds: all must be above 0")
+    if asked.requests < 0 or not asked.timeout_s > 0:
+        text = f"--requests {asked.requests} and --timeout-s {asked.timeout_s:g}"
+        raise ConfigurationError(f"{text}: requests must be 0 or more, the time above 0")
 
 
 def _warm_up(url: str, mix: Mix, asked: CompareOptions) -> None:
@@ -109,8 +114,10 @@ def _judge(name: str, mix: Mix, urls: dict[str, str], asked: CompareOptions) -> 
 
 def _show(judged: Sequence[Judged], asked: CompareOptions, report: ReportOptions) -> None:
     if report.as_json:
-        print(msgspec.json.encode([_figures(each) for each in judged]).decode())
+        scenarios = [_figures(each) for each in judged]
+        print(msgspec.json.encode({"asked": _heading(asked), "scenarios": scenarios}).decode())
     else:
+        print(_heading(asked))
         for each in judged:
             for side, results in each.results.items():
                 for result in results:
@@ -127,6 +134,15 @@ def _show(judged: Sequence[Judged], asked: CompareOptions, report: ReportOptions
         write_page(report.html, _page(judged, asked))
 
 
+def _heading(asked: CompareOptions) -> str:
+    """What was compared, and on what."""
+    separate = f"{asked.prefill} prefill + {asked.decode} decode"
+    return (
+        f"{asked.model}: {separate} workers beside {asked.prefill + asked.decode} mixed ones on the same machine, "
+        f"{asked.rounds} rounds in turn, seed {asked.seed}; {processor()}; disagg {__version__}"
+    )
+
+
 def _figures(judged: Judged) -> dict[str, object]:
     by_side = {
         side: [{"rate_per_s": result.rate_per_s, "figures": result.figures} for result in results]
@@ -140,12 +156,7 @@ def _page(judged: Sequence[Judged], asked: CompareOptions) -> str:
     for each in judged:
         first = [results[0] for results in each.results.values()]
         sections += _sections(each, first)
-    separate = f"{asked.prefill} prefill + {asked.decode} decode"
-    subtitle = (
-        f"{asked.model}: {separate} workers beside {asked.prefill + asked.decode} mixed ones on the same machine, "
-        f"seed {asked.seed}, {asked.rounds} rounds in turn"
-    )
-    return page("Mixed or separate?", subtitle, sections, [each.verdict.sentence for each in judged])
+    return page("Mixed or separate?", _heading(asked), sections, [each.verdict.sentence for each in judged])
 
 
 def _sections(judged: Judged, first: Sequence[LoadResult]) -> list[Section]:
