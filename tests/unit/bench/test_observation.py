@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from disagg.bench.observation import Observation, read_observation
+from disagg.bench.observation import Observation, joined, read_observation
 
 
 def answer(prefill_s: float, decode_s: float, hidden: int, waiting: int) -> bytes:
@@ -35,6 +35,18 @@ def test_steps_become_shares_of_time_and_bytes_those_of_the_load_alone() -> None
     assert found.waiting_by_role() == {"prefill": 2.0, "decode": 0.0}
     assert found.moved.bytes_by_visibility == {"hidden": 300.0, "visible": 0.0}
     assert found.moved.hidden_share == 1.0
+
+
+def test_work_for_other_loads_between_two_rounds_is_nobodys() -> None:
+    rounds = [
+        [(-0.1, answer(5, 1, 100, 0)), (9.9, answer(10, 1, 150, 0))],
+        [(-0.1, answer(50, 9, 900, 0)), (9.9, answer(52, 9, 910, 0))],  # 40 s of steps and 750 bytes in between
+    ]
+    both = joined([(offset_s, read_observation(each)) for offset_s, each in zip((0.0, 10.0), rounds, strict=True)])
+    assert both.busy_by_role() == {"prefill": pytest.approx(7 / 20), "decode": 0.0}
+    assert both.moved.bytes_by_visibility == {"hidden": 60.0, "visible": 0.0}
+    assert [sample.at_s for sample in both.samples if sample.role == "decode"] == [-0.1, 9.9, 9.9, 19.9]
+    assert max(share for points in both.busy().values() for _, share in points) < 0.6
 
 
 def test_a_worker_that_was_started_again_has_no_share_below_none() -> None:
