@@ -101,14 +101,24 @@ class OpenAiClient:
     """Asks one model of one server. Greedy, of exactly the asked length where the server knows ignore_eos."""
 
     def __init__(
-        self, http: HttpClient, prompts: PromptSource, *, api: Api, model: str, timeout_s: float, seed: int = 0
+        self,
+        http: HttpClient,
+        prompts: PromptSource,
+        *,
+        api: Api,
+        model: str,
+        timeout_s: float,
+        seed: int = 0,
+        ignore_eos: bool = True,
     ) -> None:
+        """ignore_eos: False for servers that refuse fields which they do not know."""
         self._http = http
         self._prompts = prompts
         self._api = api
         self._model = model
         self._timeout_s = timeout_s
         self._seed = seed
+        self._ignores_eos = ignore_eos
         self._answers: dict[int, list[str]] = {}  # of open sessions
         self._path = "/v1/chat/completions" if api is Api.CHAT else "/v1/completions"
 
@@ -119,10 +129,11 @@ class OpenAiClient:
             "max_tokens": request.num_output_tokens,
             "temperature": 0,
             "seed": self._seed,
-            "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if self._ignores_eos:
+            body["ignore_eos"] = True
         answers = self._answers.get(request.session, [])
         if self._api is Api.CHAT:
             body["messages"] = self._prompts.messages(request.runs, answers)

@@ -28,6 +28,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str = ""
     timeout_s: float = 300.0
     ids: tuple[int, ...] = ()
+    ignore_eos: bool = True
 
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +63,15 @@ async def _measure(target: Target, plan: LoadPlan, on_record: OnRecord) -> LoadR
     prompts = PromptSource(plan.prompt_seed, target.ids)
     async with HttpClient(target.url, headers) as http, HttpClient(target.url, headers) as beside:
         model = target.model or await find_model(http)
-        client = OpenAiClient(http, prompts, api=target.api, model=model, timeout_s=target.timeout_s, seed=plan.seed)
+        client = OpenAiClient(
+            http,
+            prompts,
+            api=target.api,
+            model=model,
+            timeout_s=target.timeout_s,
+            seed=plan.seed,
+            ignore_eos=target.ignore_eos,
+        )
         loop = LoadLoop(client, plan.limits, on_record)
         async with Observer(beside, lambda: loop.start_s) as observer:
             records = await loop.run(plan.workload, random.Random(plan.seed))

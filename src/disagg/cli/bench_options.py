@@ -36,6 +36,9 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Annotated[
         str, typer.Option(help="Model whose vocabulary --api ids draws from. Default: --model.", rich_help_panel=SERVER)
     ] = ""
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Ask for answers of full length; some servers refuse that.", rich_help_panel=SERVER)
+    ] = True
     prefill: Annotated[int, typer.Option(help="Workers of a scenario served here.", rich_help_panel=SERVER)] = 1
     decode: Annotated[int, typer.Option(help="The same.", rich_help_panel=SERVER)] = 1
     mixed: Annotated[int, typer.Option(help="The same, instead of the two.", rich_help_panel=SERVER)] = 0

@@ -129,7 +129,15 @@ def target_of(asked: LoadOptions, url: str) -> Target:
         raise ConfigurationError(f"--api {asked.api!r} is not one of {', '.join(Api)}") from None
     ids = plain_ids(asked.tokenizer or asked.model or "smollm2") if api is Api.IDS else ()
     model = asked.model if is_url(asked.target) else ""
-    return Target(url=url, model=model, api=api, api_key=asked.api_key, timeout_s=asked.timeout_s, ids=ids)
+    return Target(
+        url=url,
+        model=model,
+        api=api,
+        api_key=asked.api_key,
+        timeout_s=asked.timeout_s,
+        ids=ids,
+        ignore_eos=asked.ignore_eos,
+    )
 
 
 @contextlib.contextmanager

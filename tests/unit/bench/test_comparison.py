@@ -104,6 +104,11 @@ def test_lines_say_why_requests_failed() -> None:
     lines = "\n".join(describe(result("x", [record(0), record(1, lapse=Lapse.REFUSED)])))
     assert "failed: refused 1" in lines
     assert "as told" in lines
+    of_single_tokens = [record(number, num_tokens=1) for number in range(3)]
+    (row,) = [line for line in describe(result("x", of_single_tokens)) if line.startswith("TPOT")]
+    assert row.split()[2:] == ["-"] * 5  # nothing comes after the first one
     of_nothing = describe(result("x", [record(0, lapse=Lapse.REFUSED)]))
     assert "1 requests counted, 0 answered whole" in of_nothing[0]
     assert "nan" not in " ".join(of_nothing)
+    failed = [result("x", [record(0, lapse=Lapse.REFUSED)]), result("y", [])]
+    assert "nan" not in page("p", "s", [summary_section("Load", failed), latency_section("Latency", failed)])
