@@ -22,6 +22,7 @@ from disagg.bench.html_report import (
     trial_of,
     worker_section,
 )
+from disagg.bench.json_report import CompareReport, ScenarioReport, load_report
 from disagg.bench.measure import LoadPlan, LoadResult, Target, measure, merge
 from disagg.bench.mix import Mix, load_mix
 from disagg.bench.record import write_records
@@ -114,8 +115,8 @@ def _judge(name: str, mix: Mix, urls: dict[str, str], asked: CompareOptions) -> 
 
 def _show(judged: Sequence[Judged], asked: CompareOptions, report: ReportOptions) -> None:
     if report.as_json:
-        scenarios = [_figures(each) for each in judged]
-        print(msgspec.json.encode({"asked": _heading(asked), "scenarios": scenarios}).decode())
+        told = CompareReport(asked=_heading(asked), scenarios=tuple(map(_told, judged)))
+        print(msgspec.json.encode(told).decode())
     else:
         print(_heading(asked))
         for each in judged:
@@ -143,12 +144,9 @@ def _heading(asked: CompareOptions) -> str:
     )
 
 
-def _figures(judged: Judged) -> dict[str, object]:
-    by_side = {
-        side: [{"rate_per_s": result.rate_per_s, "figures": result.figures} for result in results]
-        for side, results in judged.results.items()
-    }
-    return {"scenario": judged.name, "verdict": judged.verdict, **by_side}
+def _told(judged: Judged) -> ScenarioReport:
+    mixed, separate = (tuple(map(load_report, judged.results[side])) for side in (MIXED, SEPARATE))
+    return ScenarioReport(scenario=judged.name, verdict=judged.verdict, mixed=mixed, separate=separate)
 
 
 def _page(judged: Sequence[Judged], asked: CompareOptions) -> str:

@@ -18,6 +18,7 @@ from disagg.bench.html_report import (
     trial_of,
     worker_section,
 )
+from disagg.bench.json_report import RunReport, load_report
 from disagg.bench.load import LoadLimits
 from disagg.bench.measure import LoadPlan, LoadResult, Target, measure
 from disagg.bench.mix import Clock, Mix, load_mix
@@ -194,8 +195,8 @@ def _show(results: list[LoadResult], limit: Limit | None, asked: LoadOptions, re
     sentence = limit_sentence(limit) if limit is not None else ""
     heading = f"{asked.target}: {load_in_words(asked)}"
     if report.as_json:
-        loads = [{"label": r.label, "rate_per_s": r.rate_per_s, "figures": r.figures} for r in results]
-        print(msgspec.json.encode({"asked": heading, "loads": loads, "limit": limit}).decode())
+        told = RunReport(asked=heading, loads=tuple(map(load_report, results)), limit=limit)
+        print(msgspec.json.encode(told).decode())
     else:
         print(heading)
         for result in results:

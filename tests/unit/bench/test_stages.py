@@ -10,6 +10,7 @@ from tests.unit.telemetry.test_timeline import remote
 from disagg.bench.comparison import limiting_stage
 from disagg.bench.html_report import request_section
 from disagg.bench.http_client import HttpClient
+from disagg.bench.json_report import load_report
 from disagg.bench.measure import LoadResult, merge
 from disagg.bench.observation import Observer
 from disagg.bench.stages import in_words, stage_shares
@@ -56,6 +57,13 @@ def test_reports_say_where_the_time_went() -> None:
     assert "Stages of requests, separate" in section.plots[1]
     assert ("separate prefill", "4000.0", "40 %", "", "") in section.tables[0].rows
     assert "separate first step" in [row[0] for row in section.tables[0].rows]
+
+
+def test_programs_are_told_the_same() -> None:
+    said = msgspec.json.decode(msgspec.json.encode(load_report(observed())))
+    assert said["ttft_stages"][0] == {"stage": "prefill", "mean_s": 4.0, "share": 0.4}
+    assert sum(each["share"] for each in said["first_gap_stages"]) == pytest.approx(1.0)
+    assert said["busy_by_role"] == {"prefill": 0.9, "decode": 0.2}
 
 
 def test_a_hand_off_limits_where_nobody_is_busy_and_answers_wait_for_kv() -> None:

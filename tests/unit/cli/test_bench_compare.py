@@ -119,6 +119,8 @@ def test_programs_are_told_the_same(clusters: Clusters, capsys: pytest.CaptureFi
         assert each["verdict"]["winner"] == "separate"
         assert each["verdict"]["limiting_mixed"].startswith("mixed (computing ")
         assert [load["figures"]["num_requests"] for load in each["mixed"]] == [24, 24]  # both rounds
+        assert each["separate"][0]["busy_by_role"]["prefill"] > each["separate"][0]["busy_by_role"]["decode"]
+        assert (each["separate"][0]["hidden_share"], each["separate"][0]["ttft_stages"]) == (0.9, [])
 
 
 @pytest.mark.parametrize("more", [{"requests": -1}, {"timeout_s": 0.0}, {"rounds": 0}, {"rates": ()}, {"decode": 0}])
