@@ -2,7 +2,7 @@
 
     python benchmarks/bench_accuracy.py [--quick] [--rounds 3]
 
-accuracy   50 requests/s, open loop: measured TTFT, first gap, TPOT, ITL and end to end against the delays the server was told
+accuracy   50 requests/s, open loop: TTFT, first gap, TPOT, ITL and end to end against the delays the server was told
 overhead   200 streams at once: the client's CPU per event and per second, and how much later tokens seem than they were
 
 The server runs in a process of its own; its timers are right to some microseconds on a quiet machine. Medians of the

@@ -46,7 +46,9 @@ def test_real_workers_of_both_kinds_are_compared(tmp_path: Path, capsys: pytest.
     assert {record.lapse for record in found} <= {None, Lapse.EMPTY}, said
     assert sum(record.is_whole for record in found) >= len(found) / 2
     for measure in ("TTFT", "first gap"):
-        counts = re.findall(rf"^{measure} by stage: .* \((\d+) requests, as the server measured them\)$", said, re.M)
+        counts = re.findall(
+            rf"^{measure} by stage: .* \((\d+) requests, as the server measured them\)$", said, re.MULTILINE
+        )
         assert [int(count) for count in counts] == [NUM_ROUNDS * NUM_REQUESTS] * 2, said
     sentence = said.strip().split("\n")[-1]
     assert re.search(r"what limits separate workers: (none|prefill|decode|hand-off)\b.*% of TTFT is ", sentence)

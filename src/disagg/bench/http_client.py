@@ -51,7 +51,7 @@ class _Connection(asyncio.Protocol):
         self._now_s = 0.0
 
     async def exchange(self, request: bytes, on_body: OnBody) -> int:
-        """The status, when the whole answer has come. Raises ConnectionBroken, and the ValueError that on_body raises."""
+        """The status, when the whole answer has come. Raises ConnectionBroken, and what on_body raises."""
         if self._transport is None or self._transport.is_closing():
             raise ConnectionBroken("the connection was closed")
         self.is_idle = False

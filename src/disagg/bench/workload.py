@@ -250,7 +250,7 @@ class _SessionStream:
         return self._begin(due_s) if following is None and self._work.num_clients else following
 
     def _begin(self, due_s: float) -> WorkRequest | None:
-        """The next session's first turn; of one whose first message would be too long already, that of the one after."""
+        """The next session's first turn; a session whose first message would be too long already is passed over."""
         while self._next_session < self._work.num_sessions:
             session = self._next_session
             self._next_session += 1

@@ -1,4 +1,4 @@
-"""What flags of `disagg bench` cannot be, and which ones say nothing beside others: who gives one thinks that it holds."""
+"""What flags of `disagg bench` cannot be, and which say nothing beside others: who gives one thinks that it holds."""
 
 from typing import Final, NamedTuple
 
@@ -9,8 +9,18 @@ from disagg.core.errors import ConfigurationError
 
 _LENGTHS: Final = ("prompt_tokens", "output_tokens", "spread", "prefixes", "prefix_tokens")
 _CLOCK: Final = ("rate", "arrivals", "cv")
-_FROM_0: Final = ("requests", "warm_up", "spread", "prefixes", "prefix_tokens", "clients", "think_s", "max_s")
-_FROM_1: Final = ("prompt_tokens", "output_tokens", "max_prompt_tokens", "max_open", "search_runs")
+_FROM_0: Final[tuple[str, ...]] = (
+    "rate",
+    "requests",
+    "warm_up",
+    "spread",
+    "prefixes",
+    "prefix_tokens",
+    "clients",
+    "think_s",
+    "max_s",
+)
+_FROM_1: Final[tuple[str, ...]] = ("prompt_tokens", "output_tokens", "max_prompt_tokens", "max_open", "search_runs")
 
 
 class _Rule(NamedTuple):

@@ -123,4 +123,3 @@ def describe(shape: StepShape) -> str:
 def _row(cell: ProfileCell) -> str:
     measured, fitted = 1e3 * cell.measured_s, 1e3 * cell.fitted_s
     return f"{describe(cell.shape):44}  {measured:11.2f}  {fitted:11.2f}  {cell.error:+7.1%}"
-

@@ -95,9 +95,7 @@ def test_gaps_of_one_request_do_not_count_as_independent() -> None:
 
 
 @pytest.mark.parametrize("max_weights", [1, 100, 7000])
-def test_how_many_resamples_are_made_at_once_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch, max_weights: int
-) -> None:
+def test_how_many_resamples_are_made_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch, max_weights: int) -> None:
     """Of millions of gaps one at a time: memory is bounded."""
     rng = random.Random(1)
     groups = [[rng.random() for _ in range(20)] for _ in range(50)]

@@ -44,7 +44,7 @@ def url() -> Iterator[str]:
         (("http://127.0.0.1:9",), "give --rate (open loop), --clients (closed loop)"),
         (("http://127.0.0.1:9", "--rate", "1", "--arrivals", "x"), "'x' is not one of poisson, gamma, even"),
         (("http://127.0.0.1:9", "--rate", "1", "--api", "x"), "'x' is not one of chat, text, ids"),
-        (("http://127.0.0.1:9", "--rate", "-1"), "an arrival rate of -1 requests/s"),
+        (("http://127.0.0.1:9", "--rate", "-1"), "--rate is -1: it must be at least 0"),
         (("http://127.0.0.1:9", "--rate", "1"), "is it up?"),
         (("http://127.0.0.1:x", "--rate", "1"), "a port that is no number"),
         (("http://127.0.0.1:9", "--rate", "1", "--report", "/no/such/x.html"), "/no/such is not a folder"),

@@ -1,4 +1,4 @@
-"""`disagg bench compare` over servers that are not there: who is asked for what, in which order, and what is made of it."""
+"""`disagg bench compare` over servers that are not there: who is asked for what, in which order, what is made of it."""
 
 import re
 from pathlib import Path
@@ -102,7 +102,9 @@ def test_a_sentence_for_each_scenario_and_all_that_was_asked_for(
     for name, sentence in zip(("chat", "rag"), sentences, strict=True):
         assert sentence.startswith(f"{name}: separate workers win: ")
         assert "answers end no later on separate workers at every prompt length tried" in sentence
-        assert re.search(r"what limits separate workers: prefill \(computing \d+ % of the time; decode \d+ %\)\.$", sentence)
+        assert re.search(
+            r"what limits separate workers: prefill \(computing \d+ % of the time; decode \d+ %\)\.$", sentence
+        )
     assert len(list(read_records(records.read_bytes().splitlines()))) == 2 * 2 * 2 * 2 * 12
     text = page.read_text()
     assert all(sentence in text for sentence in sentences)
@@ -124,9 +126,7 @@ def test_programs_are_told_the_same(clusters: Clusters, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("more", [{"requests": -1}, {"timeout_s": 0.0}, {"rounds": 0}, {"rates": ()}, {"decode": 0}])
-def test_what_cannot_be_compared_is_refused_before_anything_starts(
-    clusters: Clusters, more: dict[str, object]
-) -> None:
+def test_what_cannot_be_compared_is_refused_before_anything_starts(clusters: Clusters, more: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):
         run_compare(msgspec.structs.replace(ASKED, **more), ReportOptions())
     assert clusters.loads == []

@@ -46,9 +46,7 @@ TRACE = LoadOptions(target=URL, trace="t.jsonl")
         (BY_RATE, {"timeout_s": 0.0}, "--timeout-s is 0: it must be above 0"),
     ],
 )
-def test_what_would_say_nothing_or_cannot_be_is_refused(
-    asked: LoadOptions, more: dict[str, object], said: str
-) -> None:
+def test_what_would_say_nothing_or_cannot_be_is_refused(asked: LoadOptions, more: dict[str, object], said: str) -> None:
     check_flags(asked)
     with pytest.raises(ConfigurationError) as caught:
         check_flags(msgspec.structs.replace(asked, **more))
@@ -82,7 +80,9 @@ def test_clients_of_a_scenario_are_a_closed_loop_also_of_conversations() -> None
 
 def test_a_scenario_that_is_a_closed_loop_has_no_rate(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text("rate_per_s = 1.0\nnum_requests = 3\nnum_clients = 2\nprompt = { mean = 3 }\noutput = { mean = 1 }\n")
+    path.write_text(
+        "rate_per_s = 1.0\nnum_requests = 3\nnum_clients = 2\nprompt = { mean = 3 }\noutput = { mean = 1 }\n"
+    )
     plan = plan_of(LoadOptions(target=str(path)))
     assert math.isnan(plan.rate_per_s)
     with pytest.raises(ConfigurationError, match="closed loop of 2 clients"):

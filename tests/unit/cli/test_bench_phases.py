@@ -50,7 +50,9 @@ class Server:
     def measure(self, target: Target, plan: LoadPlan) -> LoadResult:
         self.loads.append((target, plan))
         times = len(self.loads)
-        records = [record(n, ttft_s * times, 0.1 * times, 11, due_s=0.0, prompt=10) for n, ttft_s in ((0, 0.5), (1, 1.0))]
+        records = [
+            record(n, ttft_s * times, 0.1 * times, 11, due_s=0.0, prompt=10) for n, ttft_s in ((0, 0.5), (1, 1.0))
+        ]
         return result("", records)
 
 
@@ -75,7 +77,7 @@ def test_all_are_asked_at_once_and_the_round_in_the_middle_is_shown(
     assert decode["seconds"] == pytest.approx(3 * 0.5)
     assert (prefill["num_tokens"], said["limits"]) == (20, None)
     assert server.arguments[:1] == ("m",)
-    assert ("--local-prefill-tokens", "0", "--weights", "fp16") == server.arguments[-4:]
+    assert server.arguments[-4:] == ("--local-prefill-tokens", "0", "--weights", "fp16")
     for target, plan in server.loads:
         assert (target.api, target.ids) == (Api.IDS, (1, 2, 3))
         assert isinstance(plan.workload, ClosedWork)
