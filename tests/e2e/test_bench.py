@@ -22,6 +22,7 @@ output = { mean = 6 }
 """
 
 
+@pytest.mark.slow  # eight processes
 def test_real_workers_of_both_kinds_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, scenario = write_tiny_llama(tmp_path / "tiny"), tmp_path / "few.toml"
     page, records = tmp_path / "page.html", tmp_path / "records.jsonl"

@@ -53,15 +53,17 @@ def exposition(families: Iterable[Family]) -> bytes:
         name = metric.name
         lines.append(f"# HELP {name} {metric.help}\n# TYPE {name} {metric.kind.value}")
         for each in samples:
-            labels, value = each.labels, each.value
-            number = value if type(value) is int else _number(value)
-            lines.append(f"{name}{each.suffix}{{{labels}}} {number}" if labels else f"{name}{each.suffix} {number}")
+            labels = each.labels
+            series = f"{name}{each.suffix}{{{labels}}}" if labels else name + each.suffix
+            lines.append(f"{series} {_number(each.value)}")
     return ("\n".join(lines) + "\n").encode()
 
 
 def _number(value: float) -> str:
+    if type(value) is int:
+        return str(value)
     text = repr(float(value))
-    return text[:-2] if text[-2:] == ".0" else _NAMES.get(text, text)
+    return text.removesuffix(".0") if text[-1] == "0" else _NAMES.get(text, text)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -217,9 +217,12 @@ class _Layout:
 
     def _reported(self, attempt: int, worker: WorkerId, after: int, position: int) -> list[_Spent]:
         """Stages until the token at `position`, of reports after that of the token at `after`."""
+        reports = self._choice.reports
+        if not reports:
+            return []
         return [
             (worker, each)
-            for (of, by, at), stages in sorted(self._choice.reports.items())
+            for (of, by, at), stages in sorted(reports.items())
             if of == attempt and by == worker and after < at <= position
             for each in stages
         ]
