@@ -16,6 +16,7 @@ from disagg.bench.figures import Figures
 from disagg.bench.measure import LoadResult
 from disagg.bench.record import RequestRecord
 from disagg.bench.stages import stage_shares
+from disagg.report.axes import short
 from disagg.telemetry.stages import Stage
 from disagg.telemetry.timeline import Part
 
@@ -89,7 +90,12 @@ def break_even(classes: Sequence[LengthClass]) -> BreakEven:
             break
         found = each.least
     if found is None:
-        text = f"no break-even: even prompts from {known[-1].least} tokens on are answered sooner by mixed workers"
+        longest = known[-1]
+        mixed, separate = short(longest.latency_mixed_s), short(longest.latency_separate_s)
+        text = (
+            f"no break-even: even prompts from {longest.least} tokens on are answered sooner by mixed workers "
+            f"({mixed} s in the median, {separate} s on separate ones)"
+        )
     elif found == known[0].least:
         text = "answers end no later on separate workers at every prompt length tried"
     else:

@@ -168,11 +168,9 @@ def _sections(judged: Judged, first: Sequence[LoadResult]) -> list[Section]:
     classes = length_classes(first[0].records, first[1].records)
     curves = [(side, [trial_of(result) for result in results]) for side, results in judged.results.items()]
     summary = summary_section(f"{name}: {judged.mix.about}", rows, (targets,))
-    found = (
+    others = (length_section(classes, break_even(classes)), request_section(first), worker_section(first))
+    return [
         msgspec.structs.replace(summary, plots=(attainment_plot(curves, TARGET_SHARE),)),
         latency_section(f"{name}: latency at {first[0].rate_per_s:.3g} requests/s", first),
-        length_section(classes, break_even(classes)),
-        request_section(first),
-        worker_section(first),
-    )
-    return [section for section in found if section is not None]
+        *(msgspec.structs.replace(each, title=f"{name}: {each.title.lower()}") for each in others if each is not None),
+    ]

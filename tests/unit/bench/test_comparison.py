@@ -1,5 +1,6 @@
 """Who wins, from which prompt length on, and what limits: also when mixed workers win or nothing is shown."""
 
+import re
 import xml.etree.ElementTree as ET
 
 import msgspec
@@ -54,7 +55,9 @@ def test_break_even_is_the_length_from_which_on_separate_is_no_slower() -> None:
     assert found.tokens is not None
     assert 200 <= found.tokens <= 460
     assert "break-even at" in found.sentence
-    assert break_even(length_classes(separate, mixed)).tokens is None
+    none = break_even(length_classes(separate, mixed))
+    assert none.tokens is None
+    assert re.search(r"by mixed workers \(0\.\d+ s in the median, 0\.\d+ s on separate ones\)$", none.sentence)
     assert break_even(length_classes(mixed, mixed)).tokens == 10
     assert "too few" in break_even(length_classes(mixed[:2], separate[:2])).sentence
 

@@ -110,6 +110,8 @@ def test_a_sentence_for_each_scenario_and_all_that_was_asked_for(
     assert all(sentence in text for sentence in sentences)
     assert text.count("Attainment by rate") == 2 * 2  # title and label
     assert "Busy workers, separate" in text
+    titles = re.findall("<h2>(.+?):", text)
+    assert titles == ["chat"] * 5 + ["rag"] * 5
 
 
 def test_programs_are_told_the_same(clusters: Clusters, capsys: pytest.CaptureFixture[str]) -> None:
