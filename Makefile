@@ -119,6 +119,8 @@ bench: $(STAMP) ## every benchmark, on a quiet machine (long; ARGS=--quick: shor
 	@echo "== interference"; $(PY) benchmarks/interference.py $(ARGS)
 	@echo "== disagg bench: accuracy"; $(PY) benchmarks/bench_accuracy.py $(ARGS)
 	@echo "== disagg bench: agreement"; $(PY) benchmarks/bench_agreement.py $(ARGS)
+	@echo "== mixed beside separate: chat, RAG, code"; \
+		$(VENV)/bin/disagg bench compare $(MODEL) $(if $(findstring --quick,$(ARGS)),--requests 6 --rounds 1 --rates 1)
 	@echo "== the simulator beside the live system"; $(PY) benchmarks/simulated_live.py $(ARGS)
 
 .PHONY: bench-report

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_accuracy.py [--quick] [--rounds 3]
 
-accuracy   50 requests/s, open loop: measured TTFT, TPOT and end to end against the delays the server was told
+accuracy   50 requests/s, open loop: TTFT, first gap, TPOT, ITL and end to end against the delays the server was told
 overhead   200 streams at once: the client's CPU per event and per second, and how much later tokens seem than they were
 
 The server runs in a process of its own; its timers are right to some microseconds on a quiet machine. Medians of the
@@ -37,7 +37,9 @@ class Round(msgspec.Struct, frozen=True):
     """Shares by which medians are off, and the client's own use of the CPU."""
 
     ttft: float
+    first_gap: float
     tpot: float
+    itl: float
     latency: float
     cpu_share: float  # of one core
     cpu_us_per_event: float
@@ -75,7 +77,9 @@ def load(url: str, is_streams: bool, num_requests: int, seed: int) -> Round:
     events = sum(len(record.token_s) for record in result.records)
     return Round(
         f.ttft.p50.value / TTFT_S - 1,
+        f.first_gap.p50.value / GAP_S - 1,
         f.tpot.p50.value / GAP_S - 1,
+        f.itl.p50.value / GAP_S - 1,
         f.latency.p50.value / (TTFT_S + (OUTPUT_TOKENS - 1) * GAP_S) - 1,
         cpu_s / wall_s,
         1e6 * cpu_s / events,
@@ -88,7 +92,7 @@ def median(rounds: list[Round]) -> Round:
 
 
 def show(args: argparse.Namespace, accuracy: Round, overhead: Round, foreign: float) -> None:
-    for name in ("ttft", "tpot", "latency"):
+    for name in ("ttft", "first_gap", "tpot", "itl", "latency"):
         what = f"{name} at {RATE_PER_S:g} requests/s, measured / told"
         print(verdict(what, 1 + abs(getattr(accuracy, name)), 1 + MAX_ERROR, foreign))
     use = f"this client uses {100 * overhead.cpu_share:.0f} % of a core, {overhead.cpu_us_per_event:.0f} us a token"

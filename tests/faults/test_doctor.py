@@ -83,6 +83,17 @@ def test_what_is_wrong_is_found_and_nothing_else(case: str) -> None:
     assert text in finding
 
 
+def test_names_are_shown_as_they_are() -> None:
+    """Also those that a library would take for its own marks."""
+    odd = "w[/][bold]"
+    patients = patient(odd, Role.PREFILL, (LINK,)), patient("d", Role.DECODE, version="[red]")
+    found = report(*patients)
+    shown = io.StringIO()
+    doctor.show(replace(found, findings=judge(found)), Console(file=shown, width=200))
+    assert shown.getvalue().count(odd) >= 2  # among the workers, and the links
+    assert "[red]" in shown.getvalue()
+
+
 def test_unlike_workers_are_named_with_both_values() -> None:
     prefill, decode = patient("p", Role.PREFILL), patient("d", Role.DECODE)
     other = replace(decode, card=replace(decode.card, protocol_min=2, protocol_max=2))

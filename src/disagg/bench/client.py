@@ -14,6 +14,7 @@ from disagg.bench.workload import ANSWER_LABEL, WorkRequest
 from disagg.core.errors import ConfigurationError
 
 REFUSALS = frozenset({429, 503})
+NEEDS_TEXT = "a conversation's next turn needs the answer's text: ask with --api chat or text"
 
 
 class Api(enum.StrEnum):
@@ -27,6 +28,7 @@ class Api(enum.StrEnum):
 class _Delta(msgspec.Struct, frozen=True):
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, by a name that other servers have for it
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -35,7 +37,8 @@ class _Choice(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        return self.text or self.delta.content or self.delta.reasoning_content or ""
+        delta = self.delta
+        return self.text or delta.content or delta.reasoning_content or delta.reasoning or ""
 
 
 class _PromptDetails(msgspec.Struct, frozen=True):
@@ -82,7 +85,10 @@ class _Stream:
             if payload == b"[DONE]":
                 self.is_over = True
                 continue
-            chunk = self._decoder.decode(payload)
+            try:
+                chunk = self._decoder.decode(payload)
+            except msgspec.DecodeError as error:
+                raise ValueError(f"{error}: {payload[:200]!r}") from None
             self.usage = chunk.usage or self.usage
             self.error = self.error or bytes(chunk.error)
             words = "".join([choice.words for choice in chunk.choices])
@@ -95,14 +101,24 @@ class OpenAiClient:
     """Asks one model of one server. Greedy, of exactly the asked length where the server knows ignore_eos."""
 
     def __init__(
-        self, http: HttpClient, prompts: PromptSource, *, api: Api, model: str, timeout_s: float, seed: int = 0
+        self,
+        http: HttpClient,
+        prompts: PromptSource,
+        *,
+        api: Api,
+        model: str,
+        timeout_s: float,
+        seed: int = 0,
+        ignore_eos: bool = True,
     ) -> None:
+        """ignore_eos: False for servers that refuse fields which they do not know."""
         self._http = http
         self._prompts = prompts
         self._api = api
         self._model = model
         self._timeout_s = timeout_s
         self._seed = seed
+        self._ignores_eos = ignore_eos
         self._answers: dict[int, list[str]] = {}  # of open sessions
         self._path = "/v1/chat/completions" if api is Api.CHAT else "/v1/completions"
 
@@ -113,17 +129,18 @@ class OpenAiClient:
             "max_tokens": request.num_output_tokens,
             "temperature": 0,
             "seed": self._seed,
-            "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if self._ignores_eos:
+            body["ignore_eos"] = True
         answers = self._answers.get(request.session, [])
         if self._api is Api.CHAT:
             body["messages"] = self._prompts.messages(request.runs, answers)
         elif self._api is Api.TEXT:
             body["prompt"] = self._prompts.text(request.runs, answers)
         elif any(run.label == ANSWER_LABEL for run in request.runs):
-            raise ConfigurationError("a conversation's next turn needs the answer's text: ask with --api chat or text")
+            raise ConfigurationError(NEEDS_TEXT)
         else:
             body["prompt"] = self._prompts.token_ids(request.runs)
         return msgspec.json.encode(body)
@@ -166,6 +183,8 @@ class OpenAiClient:
             return Lapse.TIMEOUT, f"no end within {self._timeout_s:g} s"
         except OSError as error:
             return Lapse.CONNECTION, str(error)
+        except ValueError as error:
+            return Lapse.BROKEN, f"no event of an OpenAI-compatible server: {error}"
         text = stream.begin[:300].decode(errors="replace")
         if status in REFUSALS:
             return Lapse.REFUSED, f"HTTP {status}: {text}"

@@ -2,7 +2,8 @@
 
 break-even   the shortest prompts from which on, in every class of prompt lengths, answers on separate workers end no
              later in the median than on mixed ones; classes hold about equal numbers of requests
-limiting     the pool whose workers spend the most of their time in forward passes, if that is enough to queue behind
+limiting     the pool whose workers spend the most of their time in forward passes, if that is enough to queue behind;
+             else the hand-off, if KV that had not come is most of what answers waited for between token 1 and 2
 """
 
 import math
@@ -15,11 +16,14 @@ from disagg.bench.figures import Figures
 from disagg.bench.measure import LoadResult
 from disagg.bench.record import RequestRecord
 from disagg.bench.stages import stage_shares
+from disagg.report.axes import short
+from disagg.telemetry.stages import Stage
 from disagg.telemetry.timeline import Part
 
 NUM_CLASSES = 6
 MIN_PER_CLASS = 3  # requests of each side; fewer say nothing
 BUSY_SHARE = 0.7  # at which queues grow quickly
+VISIBLE_SHARE = 0.5  # of the first gap, in which KV had not come
 TARGET_SHARE = 0.9  # of requests that must attain
 SAME_SHARE = 0.05  # a difference below is none
 
@@ -86,7 +90,12 @@ def break_even(classes: Sequence[LengthClass]) -> BreakEven:
             break
         found = each.least
     if found is None:
-        text = f"no break-even: even prompts from {known[-1].least} tokens on are answered sooner by mixed workers"
+        longest = known[-1]
+        mixed, separate = short(longest.latency_mixed_s), short(longest.latency_separate_s)
+        text = (
+            f"no break-even: even prompts from {longest.least} tokens on are answered sooner by mixed workers "
+            f"({mixed} s in the median, {separate} s on separate ones)"
+        )
     elif found == known[0].least:
         text = "answers end no later on separate workers at every prompt length tried"
     else:
@@ -102,9 +111,19 @@ def limiting_stage(result: LoadResult) -> str:
     role, share = max(busy.items(), key=lambda item: item[1])
     others = ", ".join(f"{name} {100 * value:.0f} %" for name, value in busy.items() if name != role)
     beside = f"; {others}" if others else ""
-    if share < BUSY_SHARE:
-        return f"none: {role} workers computed {100 * share:.0f} % of the time{beside}{_slowest(result)}"
-    return f"{role} (computing {100 * share:.0f} % of the time{beside}{_slowest(result)})"
+    if share >= BUSY_SHARE:
+        return f"{role} (computing {100 * share:.0f} % of the time{beside}{_slowest(result)})"
+    computed = f"{role} workers computed {100 * share:.0f} % of the time{beside}{_slowest(result)}"
+    visible = _visible_share(result)
+    if visible >= VISIBLE_SHARE:
+        return f"hand-off ({100 * visible:.0f} % of the first gap is transfer; {computed})"
+    return f"none: {computed}"
+
+
+def _visible_share(result: LoadResult) -> float:
+    """Share of the first gap in which KV was on its way; 0 of a server that keeps no timelines."""
+    shares = stage_shares(result.observation.timelines, Part.FIRST_GAP)
+    return next((each.share for each in shares if each.stage is Stage.TRANSFER), 0.0)
 
 
 def _slowest(result: LoadResult) -> str:

@@ -11,7 +11,8 @@ import numpy as np
 
 CONFIDENCE_Z = 1.959964  # of a 95 % interval
 NUM_RESAMPLES = 300
-_BATCH = 50  # resamples at once: bounds memory
+_BATCH = 50  # resamples at once, of few values
+_MAX_WEIGHTS = 1 << 22  # at once, of very many: bounds memory
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -39,8 +40,10 @@ def percentiles(groups: Sequence[Sequence[float]], shares: Sequence[float], seed
     points = _weighted(values, np.ones((1, values.size)), shares)[:, 0]
     rng = np.random.default_rng(seed)
     drawn = []
-    for _ in range(0, NUM_RESAMPLES, _BATCH):
-        counts = rng.multinomial(len(groups), np.full(len(groups), 1 / len(groups)), size=_BATCH)
+    batch = max(1, min(_BATCH, _MAX_WEIGHTS // values.size))
+    for done in range(0, NUM_RESAMPLES, batch):
+        size = min(batch, NUM_RESAMPLES - done)
+        counts = rng.multinomial(len(groups), np.full(len(groups), 1 / len(groups)), size=size)
         drawn.append(_weighted(values, counts[:, owner].astype(np.float64), shares))
     lows, highs = np.nanquantile(np.concatenate(drawn, axis=1), (0.025, 0.975), axis=1)
     return tuple(Estimate(float(p), float(low), float(high)) for p, low, high in zip(points, lows, highs, strict=True))

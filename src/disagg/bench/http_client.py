@@ -20,6 +20,7 @@ from disagg.core.errors import ConfigurationError
 OnBody = Callable[[float, bytes], None]
 MAX_ERROR_BYTES = 4096
 CONNECT_TIMEOUT_S = 10.0
+_DELIMITERS = frozenset({b"content-length", b"transfer-encoding"})
 
 
 class ConnectionBroken(ConnectionError):
@@ -42,6 +43,7 @@ class _Connection(asyncio.Protocol):
         self.is_idle = False
         self.num_read = 0  # bytes of the exchange under way
         self.status = 0
+        self._is_delimited = False  # the answer says where it ends; else the connection's end is its own
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self._on_body: OnBody | None = None
@@ -49,11 +51,11 @@ class _Connection(asyncio.Protocol):
         self._now_s = 0.0
 
     async def exchange(self, request: bytes, on_body: OnBody) -> int:
-        """The status, when the whole answer has come. Raises ConnectionBroken."""
+        """The status, when the whole answer has come. Raises ConnectionBroken, and what on_body raises."""
         if self._transport is None or self._transport.is_closing():
             raise ConnectionBroken("the connection was closed")
         self.is_idle = False
-        self.num_read, self.status = 0, 0
+        self.num_read, self.status, self._is_delimited = 0, 0, False
         self._parser = httptools.HttpResponseParser(self)
         self._on_body = on_body
         self._over = asyncio.get_running_loop().create_future()
@@ -90,23 +92,32 @@ class _Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._fail(ConnectionBroken(f"not HTTP: {error}"))
-        except ValueError as error:  # from on_body
-            self._fail(ConnectionBroken(str(error)))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        if error is None and self.status and not self._is_delimited:
+            self.on_message_complete()
+            return
         why = f" ({error})" if error else ""
         self._fail(ConnectionBroken(f"the connection was lost after {self.num_read} bytes of the answer{why}"))
 
     # --- httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._is_delimited |= name.lower() in _DELIMITERS
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         self.status = self._parser.get_status_code()
 
     def on_body(self, data: bytes) -> None:
-        if self._on_body is not None:
+        if self._on_body is None:
+            return
+        try:
             self._on_body(self._now_s, data)
+        except ValueError as error:  # the parser would pass it on as one of its own
+            self._on_body = None
+            self._fail(error)
 
     def on_message_complete(self) -> None:
         if self._over is not None and not self._over.done():
@@ -162,7 +173,10 @@ class HttpClient:
         self._idle.extend(made)
 
     async def post(self, path: str, content: bytes, on_body: OnBody) -> int:
-        """The status. Raises OSError when the server cannot be reached or the answer breaks off."""
+        """The status. Raises OSError when the server cannot be reached or the answer breaks off.
+
+        on_body may raise ValueError for what it cannot use: that ends the exchange and is raised here.
+        """
         head = f"POST {self._path}{path} HTTP/1.1\r\n{self._head}\r\nContent-Type: application/json\r\n"
         return await self._send(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content, on_body)
 

@@ -10,12 +10,11 @@ from disagg.bench.client import Api, OpenAiClient, find_model
 from disagg.bench.figures import Figures, figures
 from disagg.bench.http_client import HttpClient
 from disagg.bench.load import LoadLimits, LoadLoop
-from disagg.bench.observation import Observation, Observer
+from disagg.bench.observation import Observation, Observer, joined
 from disagg.bench.prompts import PromptSource
 from disagg.bench.record import RequestRecord
 from disagg.bench.slo import Slo
 from disagg.bench.workload import Workload
-from disagg.telemetry.timeline import RequestTimeline
 
 OnRecord = Callable[[RequestRecord], None]
 
@@ -29,6 +28,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str = ""
     timeout_s: float = 300.0
     ids: tuple[int, ...] = ()
+    ignore_eos: bool = True
 
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +63,15 @@ async def _measure(target: Target, plan: LoadPlan, on_record: OnRecord) -> LoadR
     prompts = PromptSource(plan.prompt_seed, target.ids)
     async with HttpClient(target.url, headers) as http, HttpClient(target.url, headers) as beside:
         model = target.model or await find_model(http)
-        client = OpenAiClient(http, prompts, api=target.api, model=model, timeout_s=target.timeout_s, seed=plan.seed)
+        client = OpenAiClient(
+            http,
+            prompts,
+            api=target.api,
+            model=model,
+            timeout_s=target.timeout_s,
+            seed=plan.seed,
+            ignore_eos=target.ignore_eos,
+        )
         loop = LoadLoop(client, plan.limits, on_record)
         async with Observer(beside, lambda: loop.start_s) as observer:
             records = await loop.run(plan.workload, random.Random(plan.seed))
@@ -82,29 +90,19 @@ def merge(results: list[LoadResult], seed: int = 0) -> LoadResult:
     if len(results) == 1:
         return first
     records: list[RequestRecord] = []
-    samples = []
-    timelines: list[RequestTimeline] = []
-    moved: dict[str, float] = {}
+    observations: list[tuple[float, Observation]] = []
     offset_s, number = 0.0, 0
     for result in results:
         records += [shifted(record, offset_s, number) for record in result.records]
-        samples += [msgspec.structs.replace(s, at_s=s.at_s + offset_s) for s in result.observation.samples]
-        timelines += result.observation.timelines
-        for key, value in result.observation.moved.bytes_by_visibility.items():
-            moved[key] = moved.get(key, 0.0) + value
+        observations.append((offset_s, result.observation))
         offset_s = max((record.end_s for record in records), default=offset_s)
         number += 1 + max((record.number for record in result.records), default=0)
-    observation = Observation(
-        tuple(samples),
-        msgspec.structs.replace(first.observation.moved, bytes_by_visibility=moved),
-        tuple(timelines),
-    )
     return LoadResult(
         label=first.label,
         rate_per_s=first.rate_per_s,
         records=tuple(records),
         figures=figures(records, first.figures.slo, seed),
-        observation=observation,
+        observation=joined(observations),
     )
 
 

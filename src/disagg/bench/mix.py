@@ -5,6 +5,7 @@ large models on accelerators, in rate and in length.
 """
 
 import enum
+import math
 import tomllib
 from pathlib import Path
 
@@ -43,6 +44,13 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     max_prompt_tokens: int = 1 << 20
     num_clients: int = 0  # above 0: a closed loop of so many, and no clock
 
+    def __post_init__(self) -> None:
+        if not 0 < self.rate_per_s < math.inf or self.num_requests < 1 or self.num_clients < 0 or self.think_s < 0:
+            text = f"{self.num_requests} requests at {self.rate_per_s:g}/s, {self.num_clients} clients that think for "
+            raise ConfigurationError(
+                f"{text}{self.think_s:g} s: rate and requests must be above 0, clients and think_s 0 or more"
+            )
+
     def workload(self, scale: float = 1.0, num_requests: int = 0) -> Workload:
         """scale: of the rate. num_requests: 0 for the mix's own; of conversations, about so many."""
         num = num_requests or self.num_requests
@@ -57,6 +65,7 @@ class Mix(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
                 output=self.output,
                 think_s=self.think_s,
                 max_prompt_tokens=self.max_prompt_tokens,
+                num_clients=self.num_clients,
             )
         work = RandomWork(
             num_requests=num,
@@ -86,5 +95,5 @@ def load_mix(name_or_path: str) -> Mix:
         raise ConfigurationError(f"no scenario {name_or_path!r}: name one of {known}, a .toml file, or a server's URL")
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Mix)
-    except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError, ConfigurationError) as error:
         raise ConfigurationError(f"{path}: {error}") from None

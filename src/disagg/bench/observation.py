@@ -1,6 +1,7 @@
 """What a disagg server says of its workers while a load runs: how busy each is, what waits, how KV moved.
 
-Answers are kept as bytes and read after the load: reading them meanwhile would hold up the stamps of tokens.
+Of each answer the few families that are wanted are kept as bytes and read after the load: reading them meanwhile would
+hold up the stamps of tokens, and whole answers of a long load would fill the memory.
 """
 
 import asyncio
@@ -8,16 +9,18 @@ import time
 from collections.abc import Callable, Sequence
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.bench.http_client import HttpClient
 from disagg.telemetry import metrics as table
+from disagg.telemetry.metrics import Metric
+from disagg.telemetry.reading import cut, read
 from disagg.telemetry.timeline import RequestTimeline, TimelineAnswer
 
 INTERVAL_S = 1.0
 NUM_SMOOTHED = 5  # workers report about as often as they are asked: single intervals see no report, or two
 ANSWER_TIMEOUT_S = 5.0
 MAX_TIMELINES = 1000  # that are asked for; the server may keep fewer
+WANTED: tuple[Metric, ...] = (table.STEP_SECONDS, table.SEQUENCES_WAITING, table.SEQUENCES_RUNNING, table.HANDOFF_BYTES)
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -79,6 +82,27 @@ class Observation(msgspec.Struct, frozen=True):
         return {role: sum(each) / len(each) for role, each in found.items()}
 
 
+def joined(parts: Sequence[tuple[float, Observation]]) -> Observation:
+    """Rounds of one load put end to end: (seconds by which its clock is set off, observation) each, in order.
+
+    What workers did between two rounds, for other loads, is left out.
+    """
+    samples: list[Sample] = []
+    moved: dict[str, float] = {}
+    spent_s: dict[str, float] = {}  # worker -> seconds in forward passes in all rounds so far
+    for offset_s, each in parts:
+        began_s: dict[str, float] = {}
+        so_far_s = dict(spent_s)
+        for sample in each.samples:
+            worker = sample.worker
+            step_s = sample.step_s - began_s.setdefault(worker, sample.step_s) + so_far_s.get(worker, 0.0)
+            spent_s[worker] = step_s
+            samples.append(msgspec.structs.replace(sample, at_s=sample.at_s + offset_s, step_s=step_s))
+        for key, value in each.moved.bytes_by_visibility.items():
+            moved[key] = moved.get(key, 0.0) + value
+    return Observation(tuple(samples), Moved(moved), tuple(one for _, each in parts for one in each.timelines))
+
+
 class Observer:
     """Asks for /metrics now and then, and for timelines before and after. `async with` around the load."""
 
@@ -121,8 +145,9 @@ class Observer:
                 status, body = await self._http.get("/metrics")
         except (OSError, TimeoutError):
             return
-        if status == 200 and table.STEP_SECONDS.name.encode() in body:
-            self._answers.append((time.perf_counter(), body))
+        kept = cut(body, WANTED) if status == 200 else b""
+        if kept:
+            self._answers.append((time.perf_counter(), kept))
 
     async def _ask_timelines(self) -> tuple[RequestTimeline, ...]:
         """Newest first; none of a server that has no such thing."""
@@ -135,7 +160,7 @@ class Observer:
 
 
 def read_observation(answers: Sequence[tuple[float, bytes]]) -> Observation:
-    """(time, text of /metrics), in order."""
+    """(time, text of /metrics or of its WANTED families), in order."""
     samples: list[Sample] = []
     moved: list[dict[str, float]] = []
     for at_s, text in answers:
@@ -147,28 +172,13 @@ def read_observation(answers: Sequence[tuple[float, bytes]]) -> Observation:
 
 
 def _read(at_s: float, text: str) -> tuple[list[Sample], dict[str, float]]:
-    wanted = {table.SEQUENCES_WAITING.name, table.SEQUENCES_RUNNING.name, table.STEP_SECONDS.name}
-    values: dict[tuple[str, str], float] = {}
-    roles: dict[str, str] = {}
-    moved: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            worker = sample.labels.get("worker", "")
-            if sample.name == table.HANDOFF_BYTES.name:
-                key = sample.labels.get(table.HANDOFF_BYTES.label, "")
-                moved[key] = moved.get(key, 0.0) + sample.value
-            elif sample.name in wanted and worker:
-                roles[worker] = sample.labels.get("role", "")
-                values[worker, sample.name] = values.get((worker, sample.name), 0.0) + sample.value
-    found = [
-        Sample(
-            at_s,
-            worker,
-            role,
-            values.get((worker, table.STEP_SECONDS.name), 0.0),
-            values.get((worker, table.SEQUENCES_WAITING.name), 0.0),
-            values.get((worker, table.SEQUENCES_RUNNING.name), 0.0),
-        )
+    found = read(text, WANTED)
+    of_workers = WANTED[:3]
+    step_s, waiting, running = (found.by(metric, "worker") for metric in of_workers)
+    every = [labels for metric in of_workers for labels, _ in found.series(metric)]
+    roles = {labels["worker"]: labels.get("role", "") for labels in every if "worker" in labels}
+    samples = [
+        Sample(at_s, worker, role, step_s.get(worker, 0.0), waiting.get(worker, 0.0), running.get(worker, 0.0))
         for worker, role in roles.items()
     ]
-    return found, moved
+    return samples, found.by(table.HANDOFF_BYTES, table.HANDOFF_BYTES.label)

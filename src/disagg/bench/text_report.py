@@ -1,5 +1,6 @@
 """Figures as lines of text."""
 
+import math
 from collections.abc import Sequence
 
 from disagg.bench.estimate import Estimate
@@ -10,6 +11,7 @@ from disagg.telemetry.timeline import Part
 
 SPREAD_HEADS = ("", "mean", "p50", "p90", "p99", "most")
 MEASURES = ("TTFT", "first gap", "TPOT", "ITL", "end to end")
+NOTHING = "-"
 
 
 def spreads(figures: Figures) -> tuple[tuple[str, Spread], ...]:
@@ -18,12 +20,16 @@ def spreads(figures: Figures) -> tuple[tuple[str, Spread], ...]:
 
 
 def ms(estimate: Estimate) -> str:
-    """Milliseconds and their 95 % interval."""
+    """Milliseconds and their 95 % interval; "-" of nothing."""
+    if math.isnan(estimate.value):
+        return NOTHING
     return f"{_ms(estimate.value)} [{_ms(estimate.low)}, {_ms(estimate.high)}]"
 
 
 def _ms(seconds: float) -> str:
     value = 1e3 * seconds
+    if math.isnan(value):
+        return NOTHING
     return f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
 
 
@@ -32,6 +38,8 @@ def spread_row(name: str, spread: Spread) -> tuple[str, ...]:
 
 
 def percent(estimate: Estimate) -> str:
+    if math.isnan(estimate.value):
+        return NOTHING
     return f"{100 * estimate.value:.1f} % [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
 
 

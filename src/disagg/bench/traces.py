@@ -71,18 +71,19 @@ class TraceWork(msgspec.Struct, frozen=True, kw_only=True):
 
     def _runs(self, row: TraceRow, label: int, next_label: int) -> tuple[tuple[Run, ...], int]:
         """The row's prompt, and a label that no row so far has used. Labels of this pass over the file start at one."""
-        num_left = min(self.max_prompt_tokens, max(1, round(row.num_prompt_tokens * self.length_scale)))
+        num_tokens = min(self.max_prompt_tokens, max(1, round(row.num_prompt_tokens * self.length_scale)))
         if not row.hash_ids:
-            return (Run(next_label, num_left),), next_label + 1
-        each = max(1, round(MOONCAKE_BLOCK * self.length_scale))
+            return (Run(next_label, num_tokens),), next_label + 1
         runs: list[Run] = []
-        for hash_id in row.hash_ids:
-            num_tokens = min(each, num_left)
-            if num_tokens <= 0:
-                break
-            runs.append(Run(label + hash_id, num_tokens))
-            num_left -= num_tokens
-        return tuple(runs), label + max(row.hash_ids) + 1
+        begin = 0
+        for place, hash_id in enumerate(row.hash_ids, 1):
+            # Edges are rounded, not blocks: nothing adds up, and equal chains have equal edges.
+            end = min(num_tokens, round(place * MOONCAKE_BLOCK * self.length_scale))
+            if end > begin:
+                runs.append(Run(label + hash_id, end - begin))
+                begin = end
+        # Of a block that became nothing one token is left.
+        return tuple(runs) or (Run(label + row.hash_ids[0], num_tokens),), label + max(row.hash_ids) + 1
 
     def _rows(self) -> Iterator[TraceRow]:
         """Of a file, in order of time, with every error under its name."""

@@ -110,6 +110,11 @@ class PrefixPool(msgspec.Struct, frozen=True):
     num_tokens: int = 0
     share: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.num_prefixes < 0 or self.num_tokens < 0 or not 0 <= self.share <= 1:
+            text = f"{self.num_prefixes} shared prefixes of {self.num_tokens} tokens for a share of {self.share:g}"
+            raise ConfigurationError(f"{text}: numbers must be 0 or more, the share from 0 to 1")
+
     def draw(self, rng: random.Random) -> tuple[Run, ...]:
         if not self.num_prefixes or rng.random() >= self.share:
             return ()
@@ -160,7 +165,8 @@ class ClosedWork(msgspec.Struct, frozen=True):
 class SessionWork(msgspec.Struct, frozen=True, kw_only=True):
     """Conversations: each turn's prompt is all that was said so far and a new message, think_s after the answer.
 
-    Sessions begin by the arrivals' clock. A turn that failed is the session's last.
+    Sessions begin by the arrivals' clock; of a closed loop each client's next one begins think_s after its last one.
+    A turn that failed is the session's last.
     """
 
     num_sessions: int
@@ -171,6 +177,7 @@ class SessionWork(msgspec.Struct, frozen=True, kw_only=True):
     output: Lengths
     think_s: float = 5.0  # mean, exponential
     max_prompt_tokens: int = 1 << 20  # a session ends rather than ask for more
+    num_clients: int = 0  # above 0: a closed loop of so many, whose arrivals are not used
 
     def start(self, rng: random.Random) -> WorkStream:
         return _SessionStream(self, rng)
@@ -223,25 +230,36 @@ class _SessionStream:
         self._open: dict[int, tuple[random.Random, int]] = {}  # session -> (its chance, turns left)
 
     def next_request(self) -> WorkRequest | None:
-        if self._next_session >= self._work.num_sessions:
-            return None
-        session = self._next_session
-        self._next_session += 1
-        # A generator each, so that no session's draws depend on when another's answers end.
-        rng = random.Random(self._rng.getrandbits(64))
-        self._open[session] = (rng, self._work.num_turns.draw(rng))
-        return self._turn(session, next(self._begins_s), self._work.system.draw(rng))
+        num_clients = self._work.num_clients
+        if num_clients:
+            return self._begin(0.0) if self._next_session < num_clients else None
+        return self._begin(next(self._begins_s))
 
     def after_end(self, request: WorkRequest, now_s: float, *, is_whole: bool) -> WorkRequest | None:
         if request.session not in self._open:
             return None
-        if not is_whole:
-            del self._open[request.session]
-            return None
         rng, _ = self._open[request.session]
-        history = (*request.runs, Run(ANSWER_LABEL, request.num_output_tokens))
-        think_s = rng.expovariate(1 / self._work.think_s) if self._work.think_s else 0.0
-        return self._turn(request.session, now_s + think_s, history)
+        due_s = now_s + (rng.expovariate(1 / self._work.think_s) if self._work.think_s else 0.0)
+        following: WorkRequest | None = None
+        if is_whole:
+            history = (*request.runs, Run(ANSWER_LABEL, request.num_output_tokens))
+            following = self._turn(request.session, due_s, history)
+        else:
+            del self._open[request.session]
+        return self._begin(due_s) if following is None and self._work.num_clients else following
+
+    def _begin(self, due_s: float) -> WorkRequest | None:
+        """The next session's first turn; a session whose first message would be too long already is passed over."""
+        while self._next_session < self._work.num_sessions:
+            session = self._next_session
+            self._next_session += 1
+            # A generator each, so that no session's draws depend on when another's answers end.
+            rng = random.Random(self._rng.getrandbits(64))
+            self._open[session] = (rng, self._work.num_turns.draw(rng))
+            request = self._turn(session, due_s, self._work.system.draw(rng))
+            if request is not None:
+                return request
+        return None
 
     def _turn(self, session: int, due_s: float, history: tuple[Run, ...]) -> WorkRequest | None:
         rng, num_left = self._open[session]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from disagg import __version__
 from disagg.bench.comparison import Verdict, break_even, length_classes, verdict
 from disagg.bench.html_report import (
     attainment_plot,
@@ -21,6 +22,7 @@ from disagg.bench.html_report import (
     trial_of,
     worker_section,
 )
+from disagg.bench.json_report import CompareReport, ScenarioReport, load_report
 from disagg.bench.measure import LoadPlan, LoadResult, Target, measure, merge
 from disagg.bench.mix import Mix, load_mix
 from disagg.bench.record import write_records
@@ -28,6 +30,7 @@ from disagg.bench.text_report import describe
 from disagg.cli.bench_options import CompareOptions, ReportOptions
 from disagg.cli.bench_progress import Progress
 from disagg.cli.bench_run import READY_TIMEOUT_S, TARGET_SHARE, check_writable, write_page
+from disagg.cli.machine import processor
 from disagg.core.errors import ConfigurationError
 from disagg.report.page import Section, page
 from disagg.testing.processes import Serve
@@ -71,6 +74,9 @@ def _check(asked: CompareOptions) -> None:
         raise ConfigurationError(f"{text}: a comparison needs at least one of each")
     if not asked.rates or not all(0 < rate < math.inf for rate in asked.rates) or asked.rounds < 1:
         raise ConfigurationError(f"rates {asked.rates} in {asked.rounds} rounds: all must be above 0")
+    if asked.requests < 0 or not asked.timeout_s > 0:
+        text = f"--requests {asked.requests} and --timeout-s {asked.timeout_s:g}"
+        raise ConfigurationError(f"{text}: requests must be 0 or more, the time above 0")
 
 
 def _warm_up(url: str, mix: Mix, asked: CompareOptions) -> None:
@@ -109,8 +115,10 @@ def _judge(name: str, mix: Mix, urls: dict[str, str], asked: CompareOptions) -> 
 
 def _show(judged: Sequence[Judged], asked: CompareOptions, report: ReportOptions) -> None:
     if report.as_json:
-        print(msgspec.json.encode([_figures(each) for each in judged]).decode())
+        told = CompareReport(asked=_heading(asked), scenarios=tuple(map(_told, judged)))
+        print(msgspec.json.encode(told).decode())
     else:
+        print(_heading(asked))
         for each in judged:
             for side, results in each.results.items():
                 for result in results:
@@ -127,12 +135,18 @@ def _show(judged: Sequence[Judged], asked: CompareOptions, report: ReportOptions
         write_page(report.html, _page(judged, asked))
 
 
-def _figures(judged: Judged) -> dict[str, object]:
-    by_side = {
-        side: [{"rate_per_s": result.rate_per_s, "figures": result.figures} for result in results]
-        for side, results in judged.results.items()
-    }
-    return {"scenario": judged.name, "verdict": judged.verdict, **by_side}
+def _heading(asked: CompareOptions) -> str:
+    """What was compared, and on what."""
+    separate = f"{asked.prefill} prefill + {asked.decode} decode"
+    return (
+        f"{asked.model}: {separate} workers beside {asked.prefill + asked.decode} mixed ones on the same machine, "
+        f"{asked.rounds} rounds in turn, seed {asked.seed}; {processor()}; disagg {__version__}"
+    )
+
+
+def _told(judged: Judged) -> ScenarioReport:
+    mixed, separate = (tuple(map(load_report, judged.results[side])) for side in (MIXED, SEPARATE))
+    return ScenarioReport(scenario=judged.name, verdict=judged.verdict, mixed=mixed, separate=separate)
 
 
 def _page(judged: Sequence[Judged], asked: CompareOptions) -> str:
@@ -140,12 +154,7 @@ def _page(judged: Sequence[Judged], asked: CompareOptions) -> str:
     for each in judged:
         first = [results[0] for results in each.results.values()]
         sections += _sections(each, first)
-    separate = f"{asked.prefill} prefill + {asked.decode} decode"
-    subtitle = (
-        f"{asked.model}: {separate} workers beside {asked.prefill + asked.decode} mixed ones on the same machine, "
-        f"seed {asked.seed}, {asked.rounds} rounds in turn"
-    )
-    return page("Mixed or separate?", subtitle, sections, [each.verdict.sentence for each in judged])
+    return page("Mixed or separate?", _heading(asked), sections, [each.verdict.sentence for each in judged])
 
 
 def _sections(judged: Judged, first: Sequence[LoadResult]) -> list[Section]:
@@ -159,11 +168,9 @@ def _sections(judged: Judged, first: Sequence[LoadResult]) -> list[Section]:
     classes = length_classes(first[0].records, first[1].records)
     curves = [(side, [trial_of(result) for result in results]) for side, results in judged.results.items()]
     summary = summary_section(f"{name}: {judged.mix.about}", rows, (targets,))
-    found = (
+    others = (length_section(classes, break_even(classes)), request_section(first), worker_section(first))
+    return [
         msgspec.structs.replace(summary, plots=(attainment_plot(curves, TARGET_SHARE),)),
         latency_section(f"{name}: latency at {first[0].rate_per_s:.3g} requests/s", first),
-        length_section(classes, break_even(classes)),
-        request_section(first),
-        worker_section(first),
-    )
-    return [section for section in found if section is not None]
+        *(msgspec.structs.replace(each, title=f"{name}: {each.title.lower()}") for each in others if each is not None),
+    ]

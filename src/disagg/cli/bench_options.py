@@ -7,6 +7,7 @@ import msgspec
 import typer
 
 from disagg.bench.traces import TRACE_FORMATS
+from disagg.core.formats import Weights
 
 SERVER, WORK, TIME, TARGETS, OUTPUT = "Server", "Work", "Arrivals", "Targets", "Output"
 DEFAULT_MIXES: Final = ("chat", "rag", "code")
@@ -35,6 +36,9 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: Annotated[
         str, typer.Option(help="Model whose vocabulary --api ids draws from. Default: --model.", rich_help_panel=SERVER)
     ] = ""
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Ask for answers of full length; some servers refuse that.", rich_help_panel=SERVER)
+    ] = True
     prefill: Annotated[int, typer.Option(help="Workers of a scenario served here.", rich_help_panel=SERVER)] = 1
     decode: Annotated[int, typer.Option(help="The same.", rich_help_panel=SERVER)] = 1
     mixed: Annotated[int, typer.Option(help="The same, instead of the two.", rich_help_panel=SERVER)] = 0
@@ -111,7 +115,7 @@ class PhasesOptions(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 255
     output_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 256
     rounds: Annotated[int, typer.Option(help="Times; medians count.")] = 3
-    weights: Annotated[str, typer.Option(help="fp32, fp16 or int8: how the server keeps them.")] = "fp32"
+    weights: Annotated[Weights, typer.Option(help="How the server keeps them.")] = Weights.FP32
     measure_limits: Annotated[bool, typer.Option(help="Measure this machine first, on one thread.")] = True
     seed: Seed = 7
     timeout_s: TimeoutS = 300.0

@@ -9,14 +9,16 @@ from pathlib import Path
 import msgspec
 
 from disagg import __version__
-from disagg.bench.client import Api
+from disagg.bench.client import NEEDS_TEXT, Api
 from disagg.bench.html_report import (
     attainment_plot,
     latency_section,
     request_section,
     summary_section,
+    trial_of,
     worker_section,
 )
+from disagg.bench.json_report import RunReport, load_report
 from disagg.bench.load import LoadLimits
 from disagg.bench.measure import LoadPlan, LoadResult, Target, measure
 from disagg.bench.mix import Clock, Mix, load_mix
@@ -27,6 +29,7 @@ from disagg.bench.slo import Slo
 from disagg.bench.text_report import describe
 from disagg.bench.traces import TraceWork
 from disagg.bench.workload import ClosedWork, Lengths, PrefixPool, RandomWork, Workload
+from disagg.cli.bench_flags import check_flags, is_url
 from disagg.cli.bench_options import LoadOptions, ReportOptions
 from disagg.cli.bench_progress import Progress
 from disagg.core.errors import ConfigurationError
@@ -51,38 +54,51 @@ def run_bench(asked: LoadOptions, report: ReportOptions) -> None:
 
 def plan_of(asked: LoadOptions) -> LoadPlan:
     """Without touching a server. Raises ConfigurationError for what does not fit together."""
+    check_flags(asked)
+    plan = _trace_plan(asked) if asked.trace else _mix_plan(asked)
+    num_requests = num_expected(plan.workload)
+    if 0 < num_requests <= asked.warm_up:
+        text = f"--warm-up {asked.warm_up} of {num_requests} requests leaves none that count"
+        raise ConfigurationError(f"{text}: ask for more --requests")
     limits = LoadLimits(warm_up_requests=asked.warm_up, max_s=asked.max_s or math.inf, max_open=asked.max_open)
-    if asked.trace:
-        work = TraceWork(
-            path=Path(asked.trace),
-            format=asked.trace_format,
-            rate_scale=asked.rate_scale,
-            length_scale=asked.length_scale,
-            max_prompt_tokens=asked.max_prompt_tokens,
-            num_requests=asked.requests or DEFAULT_REQUESTS,
-        )
-        slo = Slo(asked.ttft_s or Slo().ttft_s, asked.tpot_s or Slo().tpot_s)
-        return LoadPlan(workload=work, slo=slo, seed=asked.seed, prompt_seed=asked.seed, limits=limits)
+    return msgspec.structs.replace(plan, seed=asked.seed, prompt_seed=asked.seed, limits=limits)
+
+
+def _trace_plan(asked: LoadOptions) -> LoadPlan:
+    work = TraceWork(
+        path=Path(asked.trace),
+        format=asked.trace_format,
+        rate_scale=asked.rate_scale,
+        length_scale=asked.length_scale,
+        max_prompt_tokens=asked.max_prompt_tokens,
+        num_requests=asked.requests or DEFAULT_REQUESTS,
+    )
+    return LoadPlan(workload=work, slo=Slo(asked.ttft_s or Slo().ttft_s, asked.tpot_s or Slo().tpot_s))
+
+
+def _mix_plan(asked: LoadOptions) -> LoadPlan:
     mix = mix_of(asked)
-    slo = Slo(asked.ttft_s or mix.slo.ttft_s, asked.tpot_s or mix.slo.tpot_s)
-    rate_per_s = math.nan if mix.num_clients else (asked.rate or mix.rate_per_s)
-    scale = (asked.rate or mix.rate_per_s) / mix.rate_per_s
+    if mix.turns is not None and asked.api == Api.IDS:
+        raise ConfigurationError(NEEDS_TEXT)
+    if mix.num_clients and asked.rate:
+        text = f"--rate says nothing beside the scenario's closed loop of {mix.num_clients} clients"
+        raise ConfigurationError(f"{text}: leave out one or the other")
+    rate_per_s = asked.rate or mix.rate_per_s
     return LoadPlan(
-        workload=mix.workload(scale, asked.requests),
-        slo=slo,
-        rate_per_s=rate_per_s,
-        seed=asked.seed,
-        prompt_seed=asked.seed,
-        limits=limits,
+        workload=mix.workload(rate_per_s / mix.rate_per_s, asked.requests),
+        slo=Slo(asked.ttft_s or mix.slo.ttft_s, asked.tpot_s or mix.slo.tpot_s),
+        rate_per_s=math.nan if mix.num_clients else rate_per_s,
     )
 
 
 def mix_of(asked: LoadOptions) -> Mix:
     """The scenario named, or one of the flags."""
-    name = asked.scenario if _is_url(asked.target) else asked.target
+    name = asked.scenario if is_url(asked.target) else asked.target
     if name:
         mix = load_mix(name)
-        return msgspec.structs.replace(mix, num_clients=asked.clients) if asked.clients else mix
+        return msgspec.structs.replace(
+            mix, num_clients=asked.clients or mix.num_clients, think_s=asked.think_s or mix.think_s
+        )
     if not asked.rate and not asked.clients:
         raise ConfigurationError("how fast? give --rate (open loop), --clients (closed loop), --trace or --scenario")
     try:
@@ -113,14 +129,22 @@ def target_of(asked: LoadOptions, url: str) -> Target:
     except ValueError:
         raise ConfigurationError(f"--api {asked.api!r} is not one of {', '.join(Api)}") from None
     ids = plain_ids(asked.tokenizer or asked.model or "smollm2") if api is Api.IDS else ()
-    model = asked.model if _is_url(asked.target) else ""
-    return Target(url=url, model=model, api=api, api_key=asked.api_key, timeout_s=asked.timeout_s, ids=ids)
+    model = asked.model if is_url(asked.target) else ""
+    return Target(
+        url=url,
+        model=model,
+        api=api,
+        api_key=asked.api_key,
+        timeout_s=asked.timeout_s,
+        ids=ids,
+        ignore_eos=asked.ignore_eos,
+    )
 
 
 @contextlib.contextmanager
 def _served(asked: LoadOptions) -> Iterator[str]:
     """The URL given, or that of a cluster started for the scenario."""
-    if _is_url(asked.target):
+    if is_url(asked.target):
         yield asked.target
         return
     pools = (
@@ -162,20 +186,19 @@ def _search(target: Target, plan: LoadPlan, asked: LoadOptions) -> tuple[list[Lo
         )
         result = _measured(target, run)
         results.append(result)
-        f = result.figures
-        search.tell(rate_per_s, round(f.attainment.value * f.num_requests) if f.num_requests else 0, f.num_requests)
+        trial = trial_of(result)
+        search.tell(rate_per_s, trial.num_good, trial.num)
     return results, search.limit()
 
 
 def _show(results: list[LoadResult], limit: Limit | None, asked: LoadOptions, report: ReportOptions) -> None:
     sentence = limit_sentence(limit) if limit is not None else ""
+    heading = f"{asked.target}: {load_in_words(asked)}"
     if report.as_json:
-        print(
-            msgspec.json.encode(
-                [{"label": r.label, "rate_per_s": r.rate_per_s, "figures": r.figures} for r in results]
-            ).decode()
-        )
+        told = RunReport(asked=heading, loads=tuple(map(load_report, results)), limit=limit)
+        print(msgspec.json.encode(told).decode())
     else:
+        print(heading)
         for result in results:
             print("\n".join([*([f"\n{result.label}"] if result.label else []), *describe(result)]))
         if sentence:
@@ -184,7 +207,7 @@ def _show(results: list[LoadResult], limit: Limit | None, asked: LoadOptions, re
         write_records(report.records, (record for result in results for record in result.records))
     if report.html is not None:
         sections = _sections(results, limit)
-        subtitle = f"{asked.target}: {load_in_words(asked)}; disagg {__version__}"
+        subtitle = f"{heading}; disagg {__version__}"
         write_page(report.html, page("disagg bench", subtitle, sections, [sentence] if sentence else []))
     if not any(result.figures.num_whole for result in results):
         raise SystemExit(1)
@@ -196,9 +219,8 @@ def _sections(results: list[LoadResult], limit: Limit | None) -> list[Section]:
     summary = summary_section("Load", results, (targets,))
     if limit is not None:
         search = RateSearch(results[0].rate_per_s, TARGET_SHARE)
-        for result in results:
-            f = result.figures
-            search.tell(result.rate_per_s, round(f.attainment.value * f.num_requests), f.num_requests)
+        for trial in map(trial_of, results):
+            search.tell(trial.rate_per_s, trial.num_good, trial.num)
         plot = attainment_plot([("all runs", tuple(search.trials.values()))], TARGET_SHARE)
         summary = msgspec.structs.replace(summary, plots=(plot,))
     shown = (
@@ -212,17 +234,14 @@ def _sections(results: list[LoadResult], limit: Limit | None) -> list[Section]:
 
 def load_in_words(asked: LoadOptions) -> str:
     """How much, how fast, and by what chance."""
-    name = asked.scenario if _is_url(asked.target) else asked.target
+    name = asked.scenario if is_url(asked.target) else asked.target
     if asked.trace:
         scales = f"its clock at {asked.rate_scale:g} times, its lengths at {asked.length_scale:g} times"
         return f"{asked.trace_format} trace {Path(asked.trace).name}, {scales}, seed {asked.seed}"
     what = f"scenario {name}" if name else f"{asked.prompt_tokens} prompt and {asked.output_tokens} answer tokens"
-    if asked.clients:
-        how = f"{asked.clients} clients, each asks when answered"
-    elif asked.rate:
-        how = f"{asked.rate:g} requests/s ({asked.arrivals})"
-    else:
-        how = "at the scenario's rate"
+    mix = mix_of(asked)
+    clock = f"{asked.rate or mix.rate_per_s:g} requests/s ({mix.arrivals})"
+    how = f"{mix.num_clients} clients, each asks when answered" if mix.num_clients else clock
     return f"{what}, {how}, seed {asked.seed}"
 
 
@@ -251,7 +270,3 @@ def write_page(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written: {error.strerror}; name another file") from None
-
-
-def _is_url(text: str) -> bool:
-    return text.startswith(("http://", "https://"))

@@ -6,6 +6,7 @@ import sys
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from disagg.cluster.examination import ClusterReport, Patient, examine_cluster, handoff_links, versions
 from disagg.core.endpoints import TransportRate
@@ -40,7 +41,7 @@ def run_doctor(router_address: str, keys: str, *, as_json: bool) -> int:
 def show(report: ClusterReport, console: Console) -> None:
     """Three parts: machines, links, what to fix."""
     tls = "mutual TLS" if report.is_encrypted else "no TLS (loopback only)"
-    console.print(f"{versions(report)}; control connections: {tls}", highlight=False)
+    console.print(f"{versions(report)}; control connections: {tls}", highlight=False, markup=False)
     console.print(_machines(report))
     links = handoff_links(report)
     if links:
@@ -59,7 +60,7 @@ def _machines(report: ClusterReport) -> Table:
         table.add_column(name)
     table.add_column("clock", justify="right")
     for patient in report.patients:
-        table.add_row(*_machine_row(patient))
+        table.add_row(*map(Text, _machine_row(patient)))  # as it is: what workers say is no markup
     return table
 
 
@@ -96,10 +97,10 @@ def _links(links: list[tuple[Patient, Patient, LinkReport | None]]) -> Table:
     for source, target, link in links:
         ends = (source.card.worker_id, target.card.worker_id)
         if link is None or not link.transport:
-            table.add_row(*ends, "not paired", *[""] * 6)
+            table.add_row(*map(Text, (*ends, "not paired", *[""] * 6)))
             continue
         rate, expected = (8 * each / BITS_PER_GBIT for each in (link.bytes_per_s, link.expected_bytes_per_s))
-        table.add_row(
+        row = (
             *ends,
             link.transport,
             link.choice.replace("_", " "),
@@ -109,6 +110,7 @@ def _links(links: list[tuple[Patient, Patient, LinkReport | None]]) -> Table:
             f"{1e3 * link.latency_s:.2f} ms" if rate else "-",
             ", ".join(_other_way(way) for way in link.rates if way.kind.value != link.transport) or "-",
         )
+        table.add_row(*map(Text, row))
     return table
 
 

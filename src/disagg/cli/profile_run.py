@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from disagg.cli.machine import processor
 from disagg.cli.notes import say
 from disagg.cli.profile_options import ProfileOptions
 from disagg.cli.profile_served import NUM_WORKERS, measure_served
@@ -53,7 +54,7 @@ def _time_engine(config: WorkerConfig, asked: ProfileOptions) -> Profile:
     costs = fit_costs(measured)
     return Profile(
         model=config.served_name,
-        hardware=asked.hardware or (_processor() if config.device in ("auto", "cpu") else config.device),
+        hardware=asked.hardware or (processor() if config.device in ("auto", "cpu") else config.device),
         weights=loaded.pool.arithmetic,
         kv_dtype=layout.dtype,
         num_layers=layout.num_layers,
@@ -122,13 +123,3 @@ def describe(shape: StepShape) -> str:
 def _row(cell: ProfileCell) -> str:
     measured, fitted = 1e3 * cell.measured_s, 1e3 * cell.fitted_s
     return f"{describe(cell.shape):44}  {measured:11.2f}  {fitted:11.2f}  {cell.error:+7.1%}"
-
-
-def _processor() -> str:
-    """As the kernel names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "cpu"
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} cores of {names[0]}" if names else "cpu"

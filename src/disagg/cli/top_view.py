@@ -12,6 +12,7 @@ from rich.cells import cell_len
 
 from disagg.cluster.view import ClusterView, WorkerView
 from disagg.core.roles import Role
+from disagg.policy.routing import FALLBACKS
 from disagg.telemetry import metrics as table
 from disagg.telemetry.metrics import Metric
 from disagg.telemetry.reading import Reading
@@ -36,7 +37,6 @@ SHOWN: tuple[Metric, ...] = (
     table.PROMPT_TOKENS_COMPUTED,
     table.LINK_BANDWIDTH,
 )
-FALLBACKS = ("no_prefill_worker", "prefill_pool_too_small")
 UNKNOWN = "-"
 NO_LIMIT = 1 << 30  # width of what is no terminal
 _BAR = 10

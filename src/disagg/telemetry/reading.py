@@ -98,6 +98,18 @@ def read(text: str, metrics: Collection[Metric]) -> Reading:
     return Reading(values)
 
 
+def cut(scrape: bytes, metrics: Collection[Metric]) -> bytes:
+    """The families of these metrics alone, as they stand: little to keep of a long scrape. b"" where there is none."""
+    lines = b"\n" + scrape
+    found = []
+    for metric in metrics:
+        start = lines.find(f"\n{_FAMILY}{metric.name} ".encode()) + 1
+        if start:
+            end = lines.find(f"\n{_FAMILY}".encode(), start)
+            found.append(lines[start:].rstrip(b"\n") if end < 0 else lines[start:end])
+    return b"\n".join(found)
+
+
 @functools.lru_cache(maxsize=8192)  # the next look shows nearly the same series
 def _labels(series: str) -> Labels:
     return {key: _plain(value) for key, value in _LABEL.findall(series)}

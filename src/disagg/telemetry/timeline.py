@@ -14,7 +14,6 @@ Where reports say more than there is room for, their earliest part was over befo
 import enum
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -35,7 +34,7 @@ class Part(enum.StrEnum):
     STREAM = "stream"
 
 
-class TimelineStage(msgspec.Struct, frozen=True, omit_defaults=True):
+class TimelineStage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One stretch of time. start_s: seconds since the request was received."""
 
     part: Part
@@ -46,7 +45,7 @@ class TimelineStage(msgspec.Struct, frozen=True, omit_defaults=True):
     num_tokens: int = 0  # of a chunk of the prompt
 
 
-class ChoiceTimeline(msgspec.Struct, frozen=True, kw_only=True):
+class ChoiceTimeline(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One choice. Of its last attempt, where it says nothing else.
 
     The stages of each part follow each other without a hole. ttft_s and first_gap_s: None for tokens that never came.
@@ -89,7 +88,7 @@ class ChoiceTimeline(msgspec.Struct, frozen=True, kw_only=True):
                 raise InternalFault(f"the stages of {part} are {self.seconds(part)} s, it took {seconds} s")
 
 
-class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
+class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One prompt and its answers."""
 
     request_id: str
@@ -100,7 +99,7 @@ class RequestTimeline(msgspec.Struct, frozen=True, kw_only=True):
     slo_class: str = "default"
 
 
-class TimelineAnswer(msgspec.Struct, frozen=True):
+class TimelineAnswer(msgspec.Struct, frozen=True, gc=False):
     """What a client that asks for timelines is answered."""
 
     timelines: tuple[RequestTimeline, ...] = ()
@@ -120,11 +119,7 @@ def lay_out(track: RequestTrack) -> RequestTimeline:
     )
 
 
-class _Spent(NamedTuple):
-    """What a worker has reported."""
-
-    worker: WorkerId
-    time: StageTime
+_Spent = tuple[WorkerId, StageTime]  # what a worker has reported
 
 
 class _Layout:
@@ -208,9 +203,9 @@ class _Layout:
     def _spent_since_start(self, attempt: Attempt, arrival: Arrival) -> list[_Spent]:
         """A decode worker that has waited for a prefill worker says so; what that one says itself says more."""
         found: list[_Spent] = []
+        prefill = attempt.trip.prefill
         for each in self._reported(arrival.attempt, arrival.worker, -1, arrival.position):
-            prefill = attempt.trip.prefill
-            if each.time.stage is Stage.PREFILL_ELSEWHERE and prefill is not None:
+            if each[1].stage is Stage.PREFILL_ELSEWHERE and prefill is not None:
                 found += self._reported(arrival.attempt, prefill, -1, arrival.position) or [each]
             else:
                 found.append(each)
@@ -220,16 +215,19 @@ class _Layout:
         """What this worker did after the attempt's previous token; since it was ready, if another had it."""
         after = previous.position if previous.worker == arrival.worker else -1
         spent = self._reported(arrival.attempt, arrival.worker, after, arrival.position)
-        return [each for each in spent if each.time.stage is not Stage.PREFILL_ELSEWHERE]
+        return [(worker, time) for worker, time in spent if time.stage is not Stage.PREFILL_ELSEWHERE]
 
     def _reported(self, attempt: int, worker: WorkerId, after: int, position: int) -> list[_Spent]:
         """Stages until the token at `position`, of reports after that of the token at `after`."""
-        if not self._choice.reports:
+        reports = self._choice.reports
+        if not reports:
             return []
-        reports = sorted(
-            (key[2], stages) for key, stages in self._choice.reports.items() if key[:2] == (attempt, worker)
-        )
-        return [_Spent(worker, each) for at, stages in reports if after < at <= position for each in stages]
+        return [
+            (worker, each)
+            for (of, by, at), stages in sorted(reports.items())
+            if of == attempt and by == worker and after < at <= position
+            for each in stages
+        ]
 
     def _fit(self, spent: Sequence[_Spent], attempt: Attempt, arrival: Arrival) -> None:
         """Lay what a worker spent so that it ends with the token's arrival; the network has the rest."""
@@ -239,11 +237,11 @@ class _Layout:
         is_reader = arrival.worker == attempt.trip.prefill
         rest = Stage.NETWORK_PREFILL if is_reader else Stage.NETWORK_DECODE
         room_s = arrival.at_s - self._at_s
-        excess_s = math.fsum(_sane(each.time.seconds) for each in spent) - room_s
+        sane_s = [_sane(time.seconds) for _, time in spent]
+        excess_s = math.fsum(sane_s) - room_s
         if excess_s > DUST_S:
             self._overlap_s += excess_s
-        for worker, time in spent:
-            seconds = _sane(time.seconds)
+        for (worker, time), seconds in zip(spent, sane_s, strict=True):
             passed_s = min(seconds, max(0.0, excess_s))
             excess_s -= passed_s
             self._add(time.stage, seconds - passed_s, worker, time.num_tokens)

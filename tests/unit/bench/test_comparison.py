@@ -1,5 +1,6 @@
 """Who wins, from which prompt length on, and what limits: also when mixed workers win or nothing is shown."""
 
+import re
 import xml.etree.ElementTree as ET
 
 import msgspec
@@ -54,7 +55,9 @@ def test_break_even_is_the_length_from_which_on_separate_is_no_slower() -> None:
     assert found.tokens is not None
     assert 200 <= found.tokens <= 460
     assert "break-even at" in found.sentence
-    assert break_even(length_classes(separate, mixed)).tokens is None
+    none = break_even(length_classes(separate, mixed))
+    assert none.tokens is None
+    assert re.search(r"by mixed workers \(0\.\d+ s in the median, 0\.\d+ s on separate ones\)$", none.sentence)
     assert break_even(length_classes(mixed, mixed)).tokens == 10
     assert "too few" in break_even(length_classes(mixed[:2], separate[:2])).sentence
 
@@ -104,6 +107,11 @@ def test_lines_say_why_requests_failed() -> None:
     lines = "\n".join(describe(result("x", [record(0), record(1, lapse=Lapse.REFUSED)])))
     assert "failed: refused 1" in lines
     assert "as told" in lines
+    of_single_tokens = [record(number, num_tokens=1) for number in range(3)]
+    (row,) = [line for line in describe(result("x", of_single_tokens)) if line.startswith("TPOT")]
+    assert row.split()[2:] == ["-"] * 5  # nothing comes after the first one
     of_nothing = describe(result("x", [record(0, lapse=Lapse.REFUSED)]))
     assert "1 requests counted, 0 answered whole" in of_nothing[0]
     assert "nan" not in " ".join(of_nothing)
+    failed = [result("x", [record(0, lapse=Lapse.REFUSED)]), result("y", [])]
+    assert "nan" not in page("p", "s", [summary_section("Load", failed), latency_section("Latency", failed)])

@@ -94,6 +94,16 @@ def test_gaps_of_one_request_do_not_count_as_independent() -> None:
     assert wide.high - wide.low > 3 * (narrow.high - narrow.low)
 
 
+@pytest.mark.parametrize("max_weights", [1, 100, 7000])
+def test_how_many_resamples_are_made_at_once_changes_nothing(monkeypatch: pytest.MonkeyPatch, max_weights: int) -> None:
+    """Of millions of gaps one at a time: memory is bounded."""
+    rng = random.Random(1)
+    groups = [[rng.random() for _ in range(20)] for _ in range(50)]
+    before = estimate.percentiles(groups, (0.5, 0.99), 1)
+    monkeypatch.setattr(estimate, "_MAX_WEIGHTS", max_weights)
+    assert estimate.percentiles(groups, (0.5, 0.99), 1) == before
+
+
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=50), st.sampled_from([0.5, 0.9, 0.99]))
 def test_a_percentile_is_one_of_the_values_and_within_its_interval(values: list[float], share: float) -> None:
     (found,) = estimate.percentiles([(value,) for value in values], (share,), 1)

@@ -107,6 +107,15 @@ async def test_a_server_that_is_not_there_is_a_failure_of_each_request() -> None
     assert [record.lapse for record in records] == [Lapse.CONNECTION] * 3
 
 
+async def test_servers_that_refuse_unknown_fields_are_not_sent_any() -> None:
+    async with FakeOpenAiServer(Delays(0.0, 0.0)) as server, HttpClient(server.url) as http:
+        for ignore_eos in (True, False):
+            source = PromptSource(1)
+            client = OpenAiClient(http, source, api=Api.TEXT, model="m", timeout_s=20.0, ignore_eos=ignore_eos)
+            await LoadLoop(client, NO_LIMITS).run(work(1), random.Random(1))
+    assert [msgspec.json.decode(body).get("ignore_eos") for body in server.bodies] == [True, None]
+
+
 class StuckClient:
     """Holds up the whole loop at its first request, as a slow client would."""
 

@@ -10,11 +10,13 @@ from tests.unit.telemetry.test_timeline import remote
 from disagg.bench.comparison import limiting_stage
 from disagg.bench.html_report import request_section
 from disagg.bench.http_client import HttpClient
+from disagg.bench.json_report import load_report
 from disagg.bench.measure import LoadResult, merge
 from disagg.bench.observation import Observer
 from disagg.bench.stages import in_words, stage_shares
 from disagg.bench.text_report import stage_lines
-from disagg.telemetry.stages import Stage
+from disagg.core.ids import WorkerId
+from disagg.telemetry.stages import Stage, StageTime
 from disagg.telemetry.timeline import Part, RequestTimeline, TimelineAnswer, lay_out
 from disagg.telemetry.track import Head, RequestTrack
 
@@ -55,6 +57,27 @@ def test_reports_say_where_the_time_went() -> None:
     assert "Stages of requests, separate" in section.plots[1]
     assert ("separate prefill", "4000.0", "40 %", "", "") in section.tables[0].rows
     assert "separate first step" in [row[0] for row in section.tables[0].rows]
+
+
+def test_programs_are_told_the_same() -> None:
+    said = msgspec.json.decode(msgspec.json.encode(load_report(observed())))
+    assert said["ttft_stages"][0] == {"stage": "prefill", "mean_s": 4.0, "share": 0.4}
+    assert sum(each["share"] for each in said["first_gap_stages"]) == pytest.approx(1.0)
+    assert said["busy_by_role"] == {"prefill": 0.9, "decode": 0.2}
+
+
+def test_a_hand_off_limits_where_nobody_is_busy_and_answers_wait_for_kv() -> None:
+    track = remote()
+    slow = track.choices[0]
+    slow.reports[1, WorkerId("d"), 0] = (StageTime(Stage.PREFILL_ELSEWHERE, 7.5), StageTime(Stage.TRANSFER, 2.0))
+    for busy, said in (
+        (0.2, "hand-off (50 % of the first gap is transfer; prefill workers computed 20 %"),
+        (0.9, "prefill (computing 90 %"),
+    ):
+        made = result("separate", noisy(0.5, 0.05), {"prefill": busy, "decode": 0.1})
+        observation = msgspec.structs.replace(made.observation, timelines=(lay_out(track),))
+        assert limiting_stage(msgspec.structs.replace(made, observation=observation)).startswith(said)
+    assert limiting_stage(result("separate", noisy(0.5, 0.05), {"prefill": 0.2})).startswith("none: ")
 
 
 def test_a_server_without_timelines_is_reported_as_ever() -> None:

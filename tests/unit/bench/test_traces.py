@@ -52,6 +52,23 @@ def test_lengths_and_rates_are_scaled_and_chains_kept(make_file: MakeFile) -> No
     assert prompt_ids(one.runs)[:8] == prompt_ids(other.runs)[:8]
 
 
+@pytest.mark.parametrize("scale", [0.0001, 0.0025, 0.01, 0.3, 0.999, 1.001, 2.5])
+def test_no_scale_loses_or_makes_tokens(make_file: MakeFile, scale: float) -> None:
+    """Also where a block becomes less than a token or a token and a half; chains still share what they share."""
+    rows = "".join(
+        f'{{"timestamp": {n}, "input_length": {50_000 - 512 * n - 7}, "output_length": 1, '
+        f'"hash_ids": {[*range(97 - n), 200 + n]}}}\n'
+        for n in range(3)
+    )
+    requests = requests_of(make_file("m.jsonl", rows.encode()), "mooncake", length_scale=scale)
+    lengths = [max(1, round((50_000 - 512 * n - 7) * scale)) for n in range(3)]
+    assert [request.num_prompt_tokens for request in requests] == lengths
+    first, second, third = (prompt_ids(request.runs) for request in requests)
+    for (one, other), num_blocks in (((first, second), 96), ((second, third), 95)):
+        shared = round(num_blocks * 512 * scale)
+        assert one[:shared] == other[:shared]
+
+
 def test_azure_and_burstgpt_rows(make_file: MakeFile) -> None:
     rows = requests_of(make_file("a.csv", AZURE), "azure")
     assert [(r.due_s, r.num_prompt_tokens, r.num_output_tokens) for r in rows] == [(0.0, 374, 44), (4.0, 9, 1)]

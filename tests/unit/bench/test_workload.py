@@ -162,3 +162,41 @@ def test_what_a_session_says_does_not_depend_on_when_others_end() -> None:
         return {turn.session: turn.runs for turn in turns if turn is not None}
 
     assert second_turns([0, 1, 2, 3]) == second_turns([3, 1, 0, 2])
+
+
+def test_clients_of_a_closed_loop_begin_a_session_when_their_last_one_has_ended() -> None:
+    stream = sessions(num_clients=2, num_turns=Lengths(2), think_s=0.0).start(random.Random(0))
+    first = drain(stream)
+    assert [(request.session, request.due_s) for request in first] == [(0, 0.0), (1, 0.0)]
+    second = stream.after_end(first[1], 5.0, is_whole=True)
+    assert second is not None
+    assert (second.session, second.due_s) == (1, 5.0)
+    third = stream.after_end(second, 9.0, is_whole=True)  # its last turn
+    assert third is not None
+    assert (third.session, third.due_s) == (2, 9.0)
+    after_failure = stream.after_end(first[0], 10.0, is_whole=False)
+    assert after_failure is not None
+    assert after_failure.session == 3
+    assert stream.after_end(third, 11.0, is_whole=False) is None  # four have begun
+    assert drain(stream) == []
+
+
+def test_closed_and_open_sessions_say_the_same() -> None:
+    opened = drain(sessions().start(random.Random(7)))
+    closed = drain(sessions(num_clients=4).start(random.Random(7)))
+    assert [request.runs for request in closed] == [request.runs for request in opened]
+
+
+def test_a_session_whose_first_message_is_too_long_does_not_end_the_others() -> None:
+    lengths = Lengths(200, 190)
+    short = sessions(num_sessions=40, message=lengths, max_prompt_tokens=250)
+    requests = drain(short.start(random.Random(0)))
+    assert 10 < len(requests) < 40
+    assert all(request.num_prompt_tokens <= 250 for request in requests)
+    assert [request.number for request in requests] == list(range(len(requests)))
+
+
+@pytest.mark.parametrize("pool", [{"num_prefixes": -1}, {"num_tokens": -1}, {"share": 1.5}, {"share": float("nan")}])
+def test_prefixes_that_cannot_be_are_refused(pool: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match="the share from 0 to 1"):
+        PrefixPool(**pool)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from disagg.cli.bench_options import CompareOptions, LoadOptions, PhasesOptions,
 from disagg.cli.bench_phases import Limits, Phase, describe, phases_of, shape_of
 from disagg.cli.bench_run import limit_sentence, load_in_words, num_expected, plan_of
 from disagg.cli.main import main
+from disagg.core.formats import Weights
 from disagg.testing.processes import MarkedProcess
 
 
@@ -43,7 +44,7 @@ def url() -> Iterator[str]:
         (("http://127.0.0.1:9",), "give --rate (open loop), --clients (closed loop)"),
         (("http://127.0.0.1:9", "--rate", "1", "--arrivals", "x"), "'x' is not one of poisson, gamma, even"),
         (("http://127.0.0.1:9", "--rate", "1", "--api", "x"), "'x' is not one of chat, text, ids"),
-        (("http://127.0.0.1:9", "--rate", "-1"), "an arrival rate of -1 requests/s"),
+        (("http://127.0.0.1:9", "--rate", "-1"), "--rate is -1: it must be at least 0"),
         (("http://127.0.0.1:9", "--rate", "1"), "is it up?"),
         (("http://127.0.0.1:x", "--rate", "1"), "a port that is no number"),
         (("http://127.0.0.1:9", "--rate", "1", "--report", "/no/such/x.html"), "/no/such is not a folder"),
@@ -70,7 +71,10 @@ def test_a_run_leaves_figures_records_and_a_page(
     page, records = tmp_path / "page.html", tmp_path / "records.jsonl"
     asked = ("--rate", "100", "--requests", "30", "--output-tokens", "4", "--warm-up", "5", "--json")
     assert run(monkeypatch, url, *asked, "--report", str(page), "--records", str(records)) == 0
-    (found,) = msgspec.json.decode(capsys.readouterr().out)
+    said = msgspec.json.decode(capsys.readouterr().out)
+    assert said["asked"] == f"{url}: 256 prompt and 4 answer tokens, 100 requests/s (poisson), seed 7"
+    assert said["limit"] is None
+    (found,) = said["loads"]
     assert (found["figures"]["num_requests"], found["figures"]["num_whole"]) == (25, 25)
     assert found["figures"]["latency"]["p50"]["value"] >= 0.0349  # the server is never early
     kept = list(read_records(records.read_bytes().splitlines()))
@@ -95,6 +99,18 @@ def test_a_search_says_what_it_found(
     asked = ("--rate", "50", "--requests", "20", "--output-tokens", "2", "--search", "--search-runs", "2")
     assert run(monkeypatch, url, *asked, "--ttft-s", "0.001") == 0
     assert "No rate tried attains 90 %; the lowest was" in capsys.readouterr().out
+
+
+def test_a_search_leaves_its_limit_for_programs_and_a_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], url: str, tmp_path: Path
+) -> None:
+    page = tmp_path / "page.html"
+    asked = ("--rate", "50", "--requests", "20", "--output-tokens", "2", "--search", "--search-runs", "2", "--json")
+    assert run(monkeypatch, url, *asked, "--ttft-s", "30", "--tpot-s", "30", "--report", str(page)) == 0
+    said = msgspec.json.decode(capsys.readouterr().out)
+    assert [load["rate_per_s"] for load in said["loads"]] == [50.0, 50.0]  # twenty of twenty prove little: once more
+    assert said["limit"] == {"rate_per_s": 50.0, "first_too_high_per_s": None, "is_sure": False}
+    assert "Attainment by rate" in page.read_text()
 
 
 def test_flags_reach_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +166,7 @@ def test_phases_are_parted_by_the_last_first_token(smollm2_path: Path) -> None:
         output_tokens=11,
         rounds=1,
         seed=1,
-        weights="fp32",
+        weights=Weights.FP32,
         measure_limits=False,
         timeout_s=9.0,
     )
@@ -178,7 +194,8 @@ def test_phases_are_parted_by_the_last_first_token(smollm2_path: Path) -> None:
     ("asked", "words"),
     [
         (LoadOptions(target="http://x", rate=2.5), "256 prompt and 64 answer tokens, 2.5 requests/s (poisson), seed 7"),
-        (LoadOptions(target="http://x", scenario="chat", seed=1), "scenario chat, at the scenario's rate, seed 1"),
+        (LoadOptions(target="http://x", scenario="chat", seed=1), "scenario chat, 0.8 requests/s (poisson), seed 1"),
+        (LoadOptions(target="code", rate=3.0), "scenario code, 3 requests/s (gamma), seed 7"),
         (LoadOptions(target="rag", clients=8), "scenario rag, 8 clients, each asks when answered, seed 7"),
         (
             LoadOptions(target="http://x", trace="/a/b.csv", trace_format="azure", rate_scale=0.1),

@@ -6,11 +6,20 @@ import subprocess
 import zlib
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.unit.bench.rigs import noisy, result
 
 from disagg.bench.comparison import break_even, length_classes
-from disagg.bench.html_report import latency_section, length_section, request_section, summary_section
+from disagg.bench.html_report import (
+    attainment_plot,
+    latency_section,
+    length_section,
+    request_section,
+    summary_section,
+    trial_of,
+    worker_section,
+)
 from disagg.report.page import page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -52,13 +61,18 @@ def _undo(method: int, line: bytearray, above: bytearray, each: int) -> None:
 @pytest.mark.parametrize(("scheme", "is_dark"), [("1", False), ("0", True)])
 def test_a_browser_draws_it_light_and_dark(tmp_path: Path, scheme: str, is_dark: bool) -> None:
     assert CHROMIUM is not None
-    sides = [result("mixed", noisy(0.9, 0.1)), result("separate", noisy(0.8, 0.06, seed=2))]
+    busy = {"prefill": 0.4, "decode": 0.9}
+    sides = [result("mixed", noisy(0.9, 0.1), {"mixed": 0.8}), result("separate", noisy(0.8, 0.06, seed=2), busy)]
     classes = length_classes(sides[0].records, sides[1].records)
+    curve = attainment_plot([(side.label, [trial_of(side)]) for side in sides], 0.9)
+    workers = worker_section(sides)
+    assert workers is not None
     sections = [
-        summary_section("Load", sides),
+        msgspec.structs.replace(summary_section("Load", sides), plots=(curve,)),
         latency_section("Latency", sides),
         length_section(classes, break_even(classes)),
         request_section(sides),
+        workers,
     ]
     source, picture = tmp_path / "page.html", tmp_path / "page.png"
     source.write_text(page("Bench", "by hand", sections, ["who wins"]))

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.telemetry.exposition import Family, Sample, add_label, exposition, histogram_samples, labels_text
 from disagg.telemetry.metrics import BLOCKS, PUSHES, REQUESTS_OPEN, STEPS, TTFT_SECONDS, Metric
-from disagg.telemetry.reading import Reading, read
+from disagg.telemetry.reading import Reading, cut, read
 
 ODD = 'a "quoted" \\ back\nslash, {x}'
 
@@ -86,6 +86,16 @@ def test_what_was_written_is_read_by_label() -> None:
 def test_only_what_is_asked_for_is_read() -> None:
     text = exposition([counted(STEPS, prefill=2), (PUSHES, [Sample("", 1)])]).decode()
     assert read(text, [PUSHES]).total(STEPS) == 0
+
+
+def test_families_are_cut_out_as_they_stand() -> None:
+    text = exposition([counted(STEPS, prefill=2), (PUSHES, [Sample("", 1)]), (REQUESTS_OPEN, [Sample("", 3)])])
+    assert cut(text, [STEPS, REQUESTS_OPEN]).split(b"\n") == [
+        line for line in text.split(b"\n") if line and b"pushes" not in line
+    ]
+    assert cut(text, [PUSHES]) == b"\n".join(line for line in text.split(b"\n") if b"pushes" in line)
+    assert cut(text, [BLOCKS]) == cut(b"", [BLOCKS]) == b""
+    assert read(cut(text, [STEPS]).decode(), [STEPS]).total(STEPS, kind="prefill") == 2
 
 
 def test_a_rise_is_from_zero_for_what_began_anew() -> None:
