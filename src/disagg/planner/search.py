@@ -1,7 +1,8 @@
 """Bounded search: every candidate by its closed form, the best by short simulations, the survivors by longer ones.
 
 Each round keeps fewer and looks longer (successive halving). Mixed and split candidates do not compete for places: the
-best mixed one is what everything else is compared with, on equal hardware, so it is looked for as hard.
+best mixed one is what everything else is compared with, so it is looked for as hard; where devices are to be saved, a
+mixed one on exactly the devices of the best split is looked at as well.
 """
 
 import enum
@@ -58,12 +59,14 @@ class Ranked(msgspec.Struct, frozen=True):
 
 
 class Searched(msgspec.Struct, frozen=True):
-    """trials: those looked at longest first, then best first. is_cut_short: the time limit ended it."""
+    """trials: those looked at longest first, then best first. is_cut_short: the time limit ended it. equal_mixed: of the
+    trials, the mixed one on the devices of the best split; None where both have the whole fleet."""
 
     num_candidates: int
     num_runs: int
     trials: tuple[Trial, ...]
     is_cut_short: bool
+    equal_mixed: Candidate | None = None
 
 
 class Watch(msgspec.Struct, frozen=True):
@@ -134,7 +137,7 @@ class Search:
             )
         kinds = [[row for row in ranked if row.candidate.is_mixed is is_mixed] for is_mixed in (True, False)]
         entered = [_unlike(rows)[:SIMULATED] for rows in kinds]
-        rounds = _Rounds(self, watch, sum(len(rows) for rows in entered) + 4)
+        rounds = _Rounds(self, watch, sum(len(rows) for rows in entered) + 5)
         for rows in entered:
             for row in rows:
                 rounds.look(row.candidate, row.estimate_per_s, SHORT)
@@ -146,13 +149,25 @@ class Search:
                 rounds.look(variant, order.expected[order.trials[0].candidate], 1.0)
             while order.is_disappointing:
                 order.look()
-        return Searched(len(ranked), self.bench.num_runs, rounds.finish(), rounds.is_cut_short)
+        equal = self._equal_mixed(rounds)
+        return Searched(len(ranked), self.bench.num_runs, rounds.finish(), rounds.is_cut_short, equal)
+
+    def _equal_mixed(self, rounds: "_Rounds") -> Candidate | None:
+        """Looked at as long as the best split, whose devices it has; where the sum counts, both have the whole fleet."""
+        split = rounds.best_split()
+        if split is None or self.objective is Objective.GOODPUT:
+            return None
+        equal = self.mixed_on(split.candidate)
+        if equal is not None and not rounds.has_looked_long(equal):
+            rounds.look(equal, self.estimator.of(equal).goodput_per_s, 1.0)
+        return equal
 
     # --- candidates ---------------------------------------------------------------------------------------------
 
     def candidates(self) -> Iterator[Candidate]:
         cuts = self.steps.cuts()
         streams = {cut: self.estimator.streams_within(cut) for cut in cuts}
+        yield from (each for each in self._side_by_side(self.fleet) if len(each.pools) > 1)
         for cut in cuts:
             if streams[cut]:
                 for chunk in MIXED_CHUNKS:
@@ -163,6 +178,33 @@ class Search:
             for decode in cuts:
                 if streams[decode]:
                     yield from self._splits(prefill, decode, _limit(streams[decode]))
+
+    def mixed_on(self, candidate: Candidate) -> Candidate | None:
+        """The best mixed one, by closed form, on the devices that this one uses; None where none carries anything."""
+        usage = candidate.usage
+        gpus = tuple(
+            msgspec.structs.replace(each, count=usage[each.device]) for each in self.fleet.gpus if each.device in usage
+        )
+        found = self._side_by_side(msgspec.structs.replace(self.fleet, gpus=gpus, budget_usd_per_hour=0.0))
+        return max(found, key=lambda each: (self.estimator.of(each).goodput_per_s, each), default=None)
+
+    def _side_by_side(self, fleet: Fleet) -> Iterator[Candidate]:
+        """All devices mixed, a pool of each kind: for each chunk the cuts that carry most, for what they carry adds up."""
+        for chunk in MIXED_CHUNKS:
+            pools: list[PoolPlan] = []
+            for gpus in fleet.gpus:
+                used = {pool.cut.device: pool.num_gpus for pool in pools}
+                rows = [
+                    (self.estimator.mixed_rate(cut, chunk, most), cut, most)
+                    for cut in self.steps.cuts()
+                    if cut.device == gpus.device and (most := fleet.most(cut, used))
+                ]
+                rate, cut, most = max(rows, default=(0.0, None, 0))
+                if cut is not None and rate > 0:
+                    limit = _limit(self.estimator.streams_within(cut))
+                    pools.append(PoolPlan(Role.MIXED, most, cut, WHOLE_CHUNK, chunk, limit))
+            if pools:
+                yield Candidate(tuple(pools))
 
     def _splits(self, prefill: Cut, decode: Cut, max_running: int) -> Iterator[Candidate]:
         for num_prefill in range(1, self.fleet.most(prefill, {}) + 1):
@@ -244,6 +286,17 @@ class _Rounds:
         """Where to look next: what a short look found, or below everything tried where nothing held."""
         trial = self._short[row.candidate]
         return trial.goodput_per_s or 0.7 * min(point.rate_per_s for point in trial.points)
+
+    def has_looked_long(self, candidate: Candidate) -> bool:
+        return candidate in self._long
+
+    def best_split(self) -> Trial | None:
+        """Of those looked at long, else of the others."""
+        for seen in (self._long, self._short):
+            trials = [trial for each, trial in seen.items() if not each.is_mixed]
+            if trials:
+                return max(trials, key=lambda trial: self._search.merit(trial.candidate, trial.goodput_per_s))
+        return None
 
     def best_long(self, is_mixed: bool) -> tuple[bool, float]:
         """Highest merit of a kind among long looks."""
