@@ -7,7 +7,7 @@ mixed one on exactly the devices of the best split is looked at as well.
 
 import enum
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -27,6 +27,7 @@ WHOLE_CHUNK = 8192  # of a step without streams
 LOCAL_TOKENS = (0, 512)
 SHORT_SHARE = 0.05  # of prompts that are short, from which it is worth looking
 SLOW_GAP = 2.0  # first gaps of so many TPOT are felt
+COUNTS_AN_OCTAVE = 16  # of workers, between a power of two and the next
 SIMULATED = 3  # of each kind in the first round
 SHORT = 0.4  # of the last round's requests
 FLATTERED = 1.2  # short runs end before queues and caches fill: they count up to so many times the closed form
@@ -207,7 +208,7 @@ class Search:
                 yield Candidate(tuple(pools))
 
     def _splits(self, prefill: Cut, decode: Cut, max_running: int) -> Iterator[Candidate]:
-        for num_prefill in range(1, self.fleet.most(prefill, {}) + 1):
+        for num_prefill in counts_up_to(self.fleet.most(prefill, {})):
             used = {prefill.device: num_prefill * prefill.num_gpus}
             for num_decode in self._counts(decode, used):
                 for chunk in PREFILL_CHUNKS:
@@ -215,10 +216,10 @@ class Search:
                     second = PoolPlan(Role.DECODE, num_decode, decode, WHOLE_CHUNK, max_running=max_running)
                     yield Candidate((first, second), LOCAL_TOKENS[0])
 
-    def _counts(self, cut: Cut, used: dict[str, int]) -> range:
-        """All that fit; where the sum counts only the most of them matters."""
+    def _counts(self, cut: Cut, used: dict[str, int]) -> Iterable[int]:
+        """As many as fit; where the sum counts only the most of them matters."""
         most = self.fleet.most(cut, used)
-        return range(most if self.objective is Objective.GOODPUT else 1, most + 1) if most else range(0)
+        return counts_up_to(most) if self.objective is not Objective.GOODPUT else [most] if most else []
 
     def _order(self, row: Ranked) -> tuple[bool, float, int, Candidate]:
         is_enough, score = self.merit(row.candidate, row.estimate_per_s)
@@ -340,6 +341,14 @@ class _Order:
         candidate = self._left[-1]
         is_enough, score = self._search.merit(candidate, self.expected[candidate])
         return self._rounds.best_long(candidate.is_mixed) < (is_enough, SECOND_LOOK * score)
+
+
+def counts_up_to(most: int) -> Iterator[int]:
+    """1 to 32 by one, to 64 by two, to 128 by four and so on: of a large fleet one worker more tells nothing new."""
+    count = 1
+    while count <= most:
+        yield count
+        count += max(1, (1 << count.bit_length()) // COUNTS_AN_OCTAVE // 2)
 
 
 def _limit(num_streams: int) -> int:

@@ -16,7 +16,7 @@ from disagg.planner.fleet import Cut, Fleet, Steps, make_gpus
 from disagg.planner.floors import prompt_floor
 from disagg.planner.measure import Bench, Point, goodput_of
 from disagg.planner.plan import Plan, plan
-from disagg.planner.search import Objective, Search, Watch
+from disagg.planner.search import Objective, Search, Watch, counts_up_to
 from disagg.sim.hardware import catalogue
 from disagg.sim.hardware.precision import Precision
 from disagg.sim.outcome import Stage
@@ -78,6 +78,18 @@ def test_every_candidate_fits_the_fleet_and_the_budget() -> None:
     devices = {tuple(pool.cut.device for pool in row.candidate.pools) for row in found}
     assert ("H100-SXM", "A100-SXM-80G") in devices
     assert ("A100-SXM-80G", "H100-SXM") in devices
+
+
+def test_the_candidates_of_a_large_fleet_are_not_as_many_as_its_devices_squared() -> None:
+    assert [*counts_up_to(31)] == [*range(1, 32)]
+    assert [*counts_up_to(70)][31:] == [*range(32, 64, 2), 64, 68]
+    assert [*counts_up_to(0)] == []
+    nums = [
+        sum(1 for _ in Search(rigs.fleet(num), TRAFFIC, Target(Slo()), objective=Objective.PER_GPU).candidates())
+        for num in (32, 256)
+    ]
+    assert nums[1] < 20 * nums[0]  # not 64 times
+    assert nums[1] < 100_000
 
 
 def test_the_time_limit_ends_the_search_with_an_answer() -> None:
