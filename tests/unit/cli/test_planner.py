@@ -116,7 +116,8 @@ def test_profiles_of_two_machines_are_not_one_machine(tmp_path: Path) -> None:
 
 
 def test_no_chance_of_a_process_gets_into_an_outcome(tmp_path: Path) -> None:
-    path, outputs = scenario(tmp_path), set()
+    dies = '[[dies]]\nat_s = 2.0\nworker = "decode-1"\nrestart_after_s = 1.0\n'
+    path, outputs = scenario(tmp_path, SCENARIO.replace("count = 1", "count = 3") + dies), set()
     for chance in ("1", "2"):
         environment = os.environ | {"PYTHONHASHSEED": chance}
         words = (sys.executable, "-m", "disagg", "simulate", str(path), "--json", str(tmp_path / f"{chance}.json"))
