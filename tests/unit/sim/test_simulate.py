@@ -162,7 +162,7 @@ def test_what_workers_of_two_sites_say_to_each_other_takes_the_lines_time(fideli
         next(iter(simulate(scenario(workers, asked, fidelity, lines=each), 0).records)) for each in ((), lines)
     )
     assert far.ttft_s - near.ttft_s == pytest.approx(2 * 0.02)  # the reservation's question and its answer
-    assert far.first_gap_s - near.first_gap_s > 0.019  # the last bytes
+    assert far.first_gap_s - near.first_gap_s > 0.014  # the last bytes; a first step may begin meanwhile
 
 
 def test_what_misses_the_targets_is_put_down_to_a_stage() -> None:
