@@ -241,12 +241,13 @@ class Search:
             yield msgspec.structs.replace(candidate, kv_wire=KvWire.INT8)
 
     def _other_chunk(self, trial: Trial) -> Iterator[Candidate]:
-        pool = trial.candidate.pools[0]
+        pools = trial.candidate.pools
         failed = [point for point in trial.points if point.attainment < self.target.share]
         is_slow_token = any(point.tpot_s > self.target.slo.tpot_s for point in failed)
-        place = MIXED_CHUNKS.index(pool.mixed_chunk_tokens) + (-1 if is_slow_token else 1)
+        place = MIXED_CHUNKS.index(pools[0].mixed_chunk_tokens) + (-1 if is_slow_token else 1)
         if 0 <= place < len(MIXED_CHUNKS):
-            yield Candidate((msgspec.structs.replace(pool, mixed_chunk_tokens=MIXED_CHUNKS[place]),))
+            chunk = MIXED_CHUNKS[place]
+            yield Candidate(tuple(msgspec.structs.replace(pool, mixed_chunk_tokens=chunk) for pool in pools))
 
 
 class _Rounds:

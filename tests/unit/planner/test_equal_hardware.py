@@ -46,7 +46,10 @@ def test_where_the_sum_counts_both_have_the_whole_fleet() -> None:
 def test_unlike_devices_are_mixed_side_by_side_before_a_split_of_them_is_called_better() -> None:
     found = advise(Search(UNLIKE, rigs.traffic(), Target(Slo(1.0, 0.03)), effort=rigs.QUICK))
     mixed = [trial.candidate for trial in found.searched.trials if trial.candidate.is_mixed]
-    assert {"H100-SXM": 2, "A100-SXM-80G": 2} in [each.usage for each in mixed]
+    wide = [each for each in mixed if each.usage == {"H100-SXM": 2, "A100-SXM-80G": 2}]
+    assert wide
+    # Variants keep all pools and give all the same chunk.
+    assert all(len({pool.mixed_chunk_tokens for pool in each.pools}) == 1 for each in mixed)
 
 
 def test_what_pools_side_by_side_carry_adds_up() -> None:
