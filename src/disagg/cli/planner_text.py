@@ -7,7 +7,7 @@ from disagg.core.roles import Role
 from disagg.planner.advise import WORTH, Advice, Verdict
 from disagg.planner.candidate import Candidate
 from disagg.planner.estimate import Target
-from disagg.planner.fleet import Fleet
+from disagg.planner.fleet import Fleet, Gpus
 from disagg.planner.measure import Trial
 from disagg.planner.outcome_page import headline, summary_rows
 from disagg.planner.plan import Plan, PlanRow, Probe
@@ -102,13 +102,16 @@ def outcome_lines(name: str, report: Report) -> list[str]:
 
 
 def situation_lines(fleet: Fleet, target: Target) -> list[str]:
-    gpus = ", ".join(
-        f"{each.count} x {each.device}" + (f" at {each.usd_per_hour:g} $/h" if each.usd_per_hour else "")
-        for each in fleet.gpus
-    )
+    gpus = ", ".join(f"{each.count} x {each.device}{_price(each)}" for each in fleet.gpus)
     budget = f", at most {fleet.budget_usd_per_hour:g} $/h" if fleet.budget_usd_per_hour else ""
     slo = f"TTFT {target.slo.ttft_s:g} s and TPOT {1e3 * target.slo.tpot_s:g} ms for {target.share:.0%} of requests"
     return [f"{fleet.model.name} in {fleet.weights} on {gpus}{budget}, {fleet.link} between workers", f"targets: {slo}"]
+
+
+def _price(gpus: Gpus) -> str:
+    """Prices move: how old a default is, is said."""
+    dated = f" (as of {gpus.price_date})" if gpus.price_date else ""
+    return f" at {gpus.usd_per_hour:g} $/h{dated}" if gpus.usd_per_hour else ""
 
 
 def searched_line(searched: Searched) -> str:

@@ -146,6 +146,7 @@ def test_advise_names_the_rule_of_thumb_beside_the_simulation() -> None:
     assert result.exit_code == 0, result.output
     assert "rule of thumb (below 100 requests/s or 512 tokens: don't): don't" in result.output
     assert "the simulation: don't" in result.output
+    assert "2 x H100-SXM at 4.76 $/h (as of 2023-12-01)" in result.output
     assert "break-even rate" in result.output
     assert "break-even prompt" in result.output
     assert "THE TIME LIMIT ENDED THE SEARCH" in result.output
@@ -166,6 +167,7 @@ def test_plan_takes_a_budget_and_a_scenario(tmp_path: Path) -> None:
     result = run("plan", scenario(tmp_path), *words)
     assert result.exit_code == 0, result.output
     assert "at most 8.5 $/h" in result.output
+    assert "2 x H100-SXM at 4 $/h, 4 x A100-SXM-80G at 2 $/h" in result.output
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------
