@@ -56,15 +56,15 @@ class QuestionFlags(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     budget: Annotated[float, typer.Option(help="Dollars an hour, instead of counts.", rich_help_panel=HARDWARE)] = 0.0
-    link: Annotated[
-        str | None, typer.Option(help="Between workers. [default: IB-NDR]", rich_help_panel=HARDWARE)
-    ] = None
-    weights: Annotated[
-        Precision | None, typer.Option(help="Of weights. [default: bf16]", rich_help_panel=HARDWARE)
-    ] = None
-    kv: Annotated[
-        Precision | None, typer.Option(help="Of the KV cache. [default: bf16]", rich_help_panel=HARDWARE)
-    ] = None
+    link: Annotated[str | None, typer.Option(help="Between workers. [default: IB-NDR]", rich_help_panel=HARDWARE)] = (
+        None
+    )
+    weights: Annotated[Precision | None, typer.Option(help="Of weights. [default: bf16]", rich_help_panel=HARDWARE)] = (
+        None
+    )
+    kv: Annotated[Precision | None, typer.Option(help="Of the KV cache. [default: bf16]", rich_help_panel=HARDWARE)] = (
+        None
+    )
     engine: Annotated[
         str | None,
         typer.Option(help="Whose overhead per step is assumed. [default: vllm]", rich_help_panel=HARDWARE),
@@ -100,7 +100,9 @@ class QuestionFlags(msgspec.Struct, frozen=True, kw_only=True):
     def question(self) -> Question:
         """Raises ConfigurationError."""
         if not self.subject.endswith(".toml"):
-            fleet = self._over(Fleet(model=load_model(self.subject), gpus=self._gpus(), budget_usd_per_hour=self.budget))
+            fleet = self._over(
+                Fleet(model=load_model(self.subject), gpus=self._gpus(), budget_usd_per_hour=self.budget)
+            )
             seed = self.seed or 0
             return Question(self.subject, fleet, self._traffic(seed), self._target(DEFAULT_TARGET), seed)
         file = read_scenario_file(Path(self.subject))

@@ -75,7 +75,7 @@ def plan_lines(plan: Plan, fleet: Fleet, target: Target, start: Sequence[str]) -
         *_against_mixed(plan),
         "",
         *columns(heads, [_plan_row(plan, row) for row in order]),
-        "  > the plan, * on the Pareto front (goodput, GPUs, TPOT), = mixed on the GPUs of the best split, ~ a short look",
+        "  > the plan, * on the Pareto front (goodput, GPUs, TPOT), = mixed on the best split's GPUs, ~ a short look",
         "",
         f"at {plan.rate_per_s:.3g} requests/s:",
         *columns(

@@ -60,8 +60,10 @@ class Ranked(msgspec.Struct, frozen=True):
 
 
 class Searched(msgspec.Struct, frozen=True):
-    """trials: those looked at longest first, then best first. is_cut_short: the time limit ended it. equal_mixed: of the
-    trials, the mixed one on the devices of the best split; None where both have the whole fleet."""
+    """trials: those looked at longest first, then best first. is_cut_short: the time limit ended it.
+
+    equal_mixed: of the trials, the mixed one on the devices of the best split; None where both have the whole fleet.
+    """
 
     num_candidates: int
     num_runs: int
@@ -154,7 +156,7 @@ class Search:
         return Searched(len(ranked), self.bench.num_runs, rounds.finish(), rounds.is_cut_short, equal)
 
     def _equal_mixed(self, rounds: "_Rounds") -> Candidate | None:
-        """Looked at as long as the best split, whose devices it has; where the sum counts, both have the whole fleet."""
+        """Looked at as long as the best split, on its devices; where the sum counts, both have the whole fleet."""
         split = rounds.best_split()
         if split is None or self.objective is Objective.GOODPUT:
             return None
@@ -190,7 +192,7 @@ class Search:
         return max(found, key=lambda each: (self.estimator.of(each).goodput_per_s, each), default=None)
 
     def _side_by_side(self, fleet: Fleet) -> Iterator[Candidate]:
-        """All devices mixed, a pool of each kind: for each chunk the cuts that carry most, for what they carry adds up."""
+        """All devices mixed, a pool of each kind: for each chunk the cuts that carry most; what they carry adds up."""
         for chunk in MIXED_CHUNKS:
             pools: list[PoolPlan] = []
             for gpus in fleet.gpus:

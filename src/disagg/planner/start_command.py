@@ -27,7 +27,7 @@ KV = {Precision.FP32: KvDtype.FLOAT32, Precision.BF16: KvDtype.FLOAT16, Precisio
 
 
 def start_command(candidate: Candidate, steps: Steps, model: str) -> list[str]:
-    """Shell lines, then notes on them. model: the folder of its weights, its config.json, or a name of the catalogue."""
+    """Shell lines, then notes. model: the folder of its weights, its config.json, or a name of the catalogue."""
     path = Path(model).parent if model.endswith(".json") else Path(model)
     name = path.absolute().name
     router = RouterConfig(models=((name, str(path)),), local_prefill_tokens=candidate.local_prefill_tokens)

@@ -156,7 +156,14 @@ def test_plan_prints_front_ratio_headroom_and_a_command(tmp_path: Path) -> None:
     values = tmp_path / "plan.json"
     result = run("plan", "Llama-3.1-8B", "--gpu", "h100=3", *DRAWN, *QUICK, "--json", values)
     assert result.exit_code == 0, result.output
-    parts = ("P:D ratio", "split over mixed", "on equal hardware", "120% of the load", "worker (H100-SXM TP1) less", ">*")
+    parts = (
+        "P:D ratio",
+        "split over mixed",
+        "on equal hardware",
+        "120% of the load",
+        "worker (H100-SXM TP1) less",
+        ">*",
+    )
     for part in (*parts, "disagg router --model Llama-3.1-8B=Llama-3.1-8B", "disagg worker Llama-3.1-8B"):
         assert part in result.output, part
     assert json.loads(values.read_text())["searched"]["is_cut_short"]
@@ -282,7 +289,7 @@ PUBLIC = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLIC)
 def test_advice_on_public_traces(name: str) -> None:
-    """Within two minutes of computing: 16 GPUs are plenty for both Azure traces, and too few for the targets on the other."""
+    """Within two minutes of computing: 16 GPUs are plenty for both Azure traces and too few for the other."""
     trace, (kind, said) = TRACES / name, PUBLIC[name]
     if not trace.is_file():
         pytest.skip(f"{trace} is not here")

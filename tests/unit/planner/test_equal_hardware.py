@@ -4,12 +4,11 @@ import pytest
 from tests.unit.planner import rigs
 
 from disagg.core.roles import Role
-from disagg.planner.advise import advise
 from disagg.planner.candidate import Candidate, PoolPlan, worker_specs
 from disagg.planner.estimate import Estimator, Target
 from disagg.planner.fleet import Cut, Fleet, make_gpus
 from disagg.planner.plan import Plan, plan
-from disagg.planner.search import Objective, Search
+from disagg.planner.search import Objective, Search, Watch
 from disagg.sim.hardware import catalogue
 from disagg.sim.scenario import Slo
 
@@ -23,7 +22,7 @@ def both_kinds(num_each: int = 1) -> Candidate:
 
 @pytest.fixture(scope="module")
 def per_gpu() -> Plan:
-    return plan(rigs.search(4, objective=Objective.PER_GPU))
+    return plan(rigs.search(2, objective=Objective.PER_GPU))
 
 
 def test_where_devices_are_saved_mixed_on_those_of_the_split_is_in_the_table(per_gpu: Plan) -> None:
@@ -37,19 +36,16 @@ def test_where_devices_are_saved_mixed_on_those_of_the_split_is_in_the_table(per
 
 
 def test_where_the_sum_counts_both_have_the_whole_fleet() -> None:
-    found = plan(rigs.search(2))
-    assert found.equal is None
-    assert found.mixed is not None
-    assert found.mixed.candidate.num_gpus == 2
+    found = rigs.search(2).run(Watch(is_over=lambda: True))
+    assert found.equal_mixed is None
+    assert {trial.candidate.num_gpus for trial in found.trials if trial.candidate.is_mixed} == {2}
 
 
 def test_unlike_devices_are_mixed_side_by_side_before_a_split_of_them_is_called_better() -> None:
-    found = advise(Search(UNLIKE, rigs.traffic(), Target(Slo(1.0, 0.03)), effort=rigs.QUICK))
-    mixed = [trial.candidate for trial in found.searched.trials if trial.candidate.is_mixed]
-    wide = [each for each in mixed if each.usage == {"H100-SXM": 2, "A100-SXM-80G": 2}]
-    assert wide
-    # Variants keep all pools and give all the same chunk.
-    assert all(len({pool.mixed_chunk_tokens for pool in each.pools}) == 1 for each in mixed)
+    search = Search(UNLIKE, rigs.traffic(), Target(Slo(1.0, 0.03)), effort=rigs.QUICK)
+    found = search.run(Watch(is_over=lambda: True))
+    mixed = [trial.candidate for trial in found.trials if trial.candidate.is_mixed]
+    assert {"H100-SXM": 2, "A100-SXM-80G": 2} in [each.usage for each in mixed]
 
 
 def test_what_pools_side_by_side_carry_adds_up() -> None:

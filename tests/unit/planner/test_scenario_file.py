@@ -49,7 +49,7 @@ def test_a_model_that_nobody_serves_whole_is_refused(tmp_path: Path) -> None:
 
 def test_a_trace_asks_for_one_model(tmp_path: Path) -> None:
     head = HEAD.replace("rate_per_s = 5.0", 'trace = "trace.csv"\nformat = "azure"')
-    with pytest.raises(ConfigurationError, match="ask for one model, its pools have Llama-3.1-8B, Qwen3-8B"):
+    with pytest.raises(ConfigurationError, match=r"ask for one model, its pools have Llama-3\.1-8B, Qwen3-8B"):
         scenario(tmp_path, head + PREFILL + DECODE + OTHER)
 
 
@@ -116,5 +116,5 @@ def test_what_can_only_be_simulated_is_not_planned_for(tmp_path: Path, text: str
 def test_targets_that_are_none_are_refused_whoever_asks(tmp_path: Path) -> None:
     path = tmp_path / "small.toml"
     path.write_text(HEAD + "[slo]\nshare = 90.0\n" + PREFILL + DECODE)
-    with pytest.raises(ConfigurationError, match="share of 90: .* between 0 and 1"):
+    with pytest.raises(ConfigurationError, match=r"share of 90: .* between 0 and 1"):
         target_of(read_scenario_file(path))

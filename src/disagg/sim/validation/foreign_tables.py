@@ -69,11 +69,13 @@ class SiliconGroup(NamedTuple):
             overhead=catalogue.engine("trtllm" if self.backend == "trtllm" else "vllm"),
         )
 
-
     @property
     def is_in_waves(self) -> bool:
-        """SGLang reads prompts first and alone, so answers of equal length begin and end together. In the runs of
-        Qwen3-32B they did: TTFT is half of what all the loop's prompts take; in those of Llama-3.1-8B it is far less."""
+        """SGLang reads prompts first and alone, so answers of equal length begin and end together.
+
+        In the runs of Qwen3-32B they did: TTFT is half of what all the loop's prompts take. In those of Llama-3.1-8B it
+        is far less.
+        """
         return self.backend == "sglang" and self.model == "Qwen3-32B"
 
 
@@ -164,7 +166,7 @@ def silicon_points(file: str = SILICON) -> list[SiliconPoint]:
 
 
 def apart_points() -> list[ApartPoint]:
-    """DeepSeek-R1 in TensorRT-LLM on H200, decode workers of eight devices; experts are spread over them in both kinds."""
+    """DeepSeek-R1 in TensorRT-LLM on H200, decode workers of eight devices, over which experts are spread."""
     points = []
     for row in read_rows(SILICON_APART):
         if (row["backend"], row["system"], row["model_path"]) == ("trtllm", "h200_sxm", "deepseek-ai/DeepSeek-V3"):
