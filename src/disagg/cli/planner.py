@@ -21,6 +21,7 @@ from disagg.planner.outcome_page import outcome_json, outcome_page
 from disagg.planner.plan import plan as find_plan
 from disagg.planner.scenario_file import read_scenario_file, scenario_of, target_of
 from disagg.planner.search import Effort, Objective, Search, Watch
+from disagg.planner.start_command import start_command
 from disagg.sim.simulate import simulate as run_simulation
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the answer there, for programs.")]
@@ -31,7 +32,7 @@ def advise(flags: QuestionFlags, json: JsonFile = None) -> None:
     """Say whether splitting prefill and decode pays for this traffic on this hardware, and why."""
     asked = flags.question()
     effort = Effort(flags.requests)
-    search = Search(asked.fleet, asked.traffic, asked.target, effort=effort, seed=flags.seed)
+    search = Search(asked.fleet, asked.traffic, asked.target, effort=effort, seed=asked.seed)
     with _watching(flags.limit_s) as watch:
         advice = find_advice(search, watch)
     print("\n".join(advice_lines(advice, asked.fleet, asked.target)))
@@ -49,10 +50,11 @@ def plan(
     """Find roles, counts, partitions and limits of workers for this traffic, and how much they can take."""
     asked = flags.question()
     effort = Effort(flags.requests)
-    search = Search(asked.fleet, asked.traffic, asked.target, objective=objective, effort=effort, seed=flags.seed)
+    search = Search(asked.fleet, asked.traffic, asked.target, objective=objective, effort=effort, seed=asked.seed)
     with _watching(flags.limit_s) as watch:
         found = find_plan(search, watch)
-    print("\n".join(plan_lines(found, asked.fleet, asked.target, asked.model)))
+    start = start_command(found.best.candidate, search.steps, asked.model)
+    print("\n".join(plan_lines(found, asked.fleet, asked.target, start)))
     _write(json, msgspec.json.encode(found))
 
 

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Sequence
 
+from disagg.core.roles import Role
 from disagg.planner.advise import WORTH, Advice, Verdict
-from disagg.planner.candidate import Candidate, start_command
+from disagg.planner.candidate import Candidate
 from disagg.planner.estimate import Target
-from disagg.planner.fleet import Fleet
+from disagg.planner.fleet import Fleet, Gpus
 from disagg.planner.measure import Trial
 from disagg.planner.outcome_page import headline, summary_rows
 from disagg.planner.plan import Plan, PlanRow, Probe
@@ -58,7 +59,8 @@ def advice_lines(advice: Advice, fleet: Fleet, target: Target) -> list[str]:
     ]
 
 
-def plan_lines(plan: Plan, fleet: Fleet, target: Target, model: str) -> list[str]:
+def plan_lines(plan: Plan, fleet: Fleet, target: Target, start: Sequence[str]) -> list[str]:
+    """start: the command lines that start the best."""
     best = plan.best
     heads = ("", "workers", "P:D", "GPUs", "goodput/s", "per GPU", "$/1M requests", "TPOT", "limits")
     order = sorted(plan.rows, key=lambda row: (row is not best, row.is_short_look, -row.trial.goodput_per_s))
@@ -72,17 +74,17 @@ def plan_lines(plan: Plan, fleet: Fleet, target: Target, model: str) -> list[str
         f"  P:D ratio in GPUs {best.candidate.ratio}, {_limits(best.candidate)}",
         *_against_mixed(plan),
         "",
-        *columns(heads, [_plan_row(row, row is best) for row in order]),
-        "  > the plan, * on the Pareto front (goodput, GPUs, TPOT), ~ a short look only",
+        *columns(heads, [_plan_row(plan, row) for row in order]),
+        "  > the plan, * on the Pareto front (goodput, GPUs, TPOT), = mixed on the best split's GPUs, ~ a short look",
         "",
         f"at {plan.rate_per_s:.3g} requests/s:",
         *columns(
             ("", "rate/s", "attained", "TTFT", "TPOT"), [_probe(probe) for probe in (*plan.loads, *plan.one_less)]
         ),
+        *_only_workers(best.candidate),
         "",
         "start:",
-        *(f"  {line}" for line in start_command(best.candidate, model)),
-        *_partition_note(best.candidate),
+        *(f"  {line}" for line in start),
         searched_line(plan.searched),
     ]
 
@@ -100,13 +102,16 @@ def outcome_lines(name: str, report: Report) -> list[str]:
 
 
 def situation_lines(fleet: Fleet, target: Target) -> list[str]:
-    gpus = ", ".join(
-        f"{each.count} x {each.device}" + (f" at {each.usd_per_hour:g} $/h" if each.usd_per_hour else "")
-        for each in fleet.gpus
-    )
+    gpus = ", ".join(f"{each.count} x {each.device}{_price(each)}" for each in fleet.gpus)
     budget = f", at most {fleet.budget_usd_per_hour:g} $/h" if fleet.budget_usd_per_hour else ""
     slo = f"TTFT {target.slo.ttft_s:g} s and TPOT {1e3 * target.slo.tpot_s:g} ms for {target.share:.0%} of requests"
     return [f"{fleet.model.name} in {fleet.weights} on {gpus}{budget}, {fleet.link} between workers", f"targets: {slo}"]
+
+
+def _price(gpus: Gpus) -> str:
+    """Prices move: how old a default is, is said."""
+    dated = f" (as of {gpus.price_date})" if gpus.price_date else ""
+    return f" at {gpus.usd_per_hour:g} $/h{dated}" if gpus.usd_per_hour else ""
 
 
 def searched_line(searched: Searched) -> str:
@@ -134,9 +139,10 @@ def _limits(candidate: Candidate) -> str:
     return ", ".join(parts)
 
 
-def _plan_row(row: PlanRow, is_best: bool) -> tuple[str, ...]:
+def _plan_row(plan: Plan, row: PlanRow) -> tuple[str, ...]:
     trial, candidate = row.trial, row.candidate
-    marks = (">" if is_best else " ") + ("*" if row.is_on_front else " ") + ("~" if row.is_short_look else " ")
+    said = ((">", row is plan.best), ("*", row.is_on_front), ("=", row is plan.equal), ("~", row.is_short_look))
+    marks = "".join(mark if is_so else " " for mark, is_so in said)
     usd = "-" if math.isnan(row.usd_per_million) else f"{row.usd_per_million:.4g}"
     return (
         marks,
@@ -157,13 +163,20 @@ def _against_mixed(plan: Plan) -> list[str]:
     # The two use as many GPUs as pays for each: only what one GPU carries is on equal hardware.
     mixed, split = plan.mixed.goodput_per_gpu, plan.split.goodput_per_gpu
     gain = split / mixed if mixed else math.inf
-    return [f"  split over mixed, the best of each: {_ratio(gain)} per GPU ({split:.3g} to {mixed:.3g} requests/s)"]
+    lines = [f"  split over mixed, the best of each: {_ratio(gain)} per GPU ({split:.3g} to {mixed:.3g} requests/s)"]
+    if plan.equal is not None:
+        one, other = plan.split.trial.goodput_per_s, plan.equal.trial.goodput_per_s
+        gain = one / other if other else math.inf
+        gpus = plan.split.candidate.num_gpus
+        lines.append(f"  on equal hardware, {gpus} GPUs: {_ratio(gain)} ({one:.3g} to {other:.3g} requests/s, = below)")
+    return lines
 
 
-def _partition_note(candidate: Candidate) -> list[str]:
-    if all(pool.cut.num_gpus == 1 for pool in candidate.pools):
-        return []
-    return ["  (a worker of this project runs on one device: TP and PP above are what the plan was computed for)"]
+def _only_workers(candidate: Candidate) -> list[str]:
+    """Those without whom there is no answer, whatever the rate."""
+    writers = [pool for pool in candidate.pools if pool.role is not Role.PREFILL]
+    alone = [pool for pool in writers if candidate.with_one_less(pool) is None]
+    return [f"one {pool.role} worker ({pool.cut}) less: no answers, it is the only one" for pool in alone]
 
 
 def _probe(probe: Probe) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """One way to use a fleet: pools of workers and the limits they run with. Frozen values."""
 
 import math
+from itertools import count
 
 import msgspec
 
@@ -11,7 +12,7 @@ from disagg.sim.hardware import catalogue
 from disagg.sim.scenario import Link, WorkerSpec
 
 SCALE_BYTES = 4  # of a head of a token on the int8 wire
-PER_WORKER_KINDS = ("tcp", "wan")  # links that a worker has one of; of others each device has its own
+PER_WORKER_KINDS = ("tcp", "wan")  # links that a worker has one of; of others each device has its own, or its share
 
 
 class PoolPlan(msgspec.Struct, frozen=True, order=True):
@@ -30,7 +31,7 @@ class PoolPlan(msgspec.Struct, frozen=True, order=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, order=True):
-    """One mixed pool, or a prefill and a decode pool."""
+    """Mixed pools, one of each kind of device that is used, or a prefill and a decode pool."""
 
     pools: tuple[PoolPlan, ...]
     local_prefill_tokens: int = 0
@@ -49,6 +50,14 @@ class Candidate(msgspec.Struct, frozen=True, order=True):
         return " + ".join(f"{pool.count} {pool.role} ({pool.cut})" for pool in self.pools)
 
     @property
+    def usage(self) -> dict[str, int]:
+        """Devices of each kind."""
+        used: dict[str, int] = {}
+        for pool in self.pools:
+            used[pool.cut.device] = used.get(pool.cut.device, 0) + pool.num_gpus
+        return used
+
+    @property
     def ratio(self) -> str:
         """Prefill to decode, in devices; "-" for mixed."""
         if self.is_mixed:
@@ -65,23 +74,26 @@ class Candidate(msgspec.Struct, frozen=True, order=True):
         prices = [fleet.of(pool.cut.device).usd_per_hour * pool.num_gpus for pool in self.pools]
         return sum(prices) if all(prices) else 0.0
 
-    def with_one_less(self, role: Role) -> "Candidate | None":
-        """None where the last worker of that role would go."""
-        pools = tuple(
-            msgspec.structs.replace(pool, count=pool.count - 1) if pool.role is role else pool for pool in self.pools
-        )
-        return msgspec.structs.replace(self, pools=pools) if all(pool.count for pool in pools) else None
+    def with_one_less(self, lessened: PoolPlan) -> "Candidate | None":
+        """None where the last worker of a phase would go; a mixed pool goes with its last one while others stay."""
+        fewer = [
+            msgspec.structs.replace(pool, count=pool.count - 1) if pool == lessened else pool for pool in self.pools
+        ]
+        left = tuple(pool for pool in fewer if pool.count)
+        is_whole = len(left) == len(fewer) or (self.is_mixed and bool(left))
+        return msgspec.structs.replace(self, pools=left) if is_whole else None
 
 
 def worker_specs(candidate: Candidate, steps: Steps, max_context: int) -> tuple[WorkerSpec, ...]:
     """As the simulator takes them."""
     fleet = steps.fleet
+    numbers = {role: count() for role in Role}
     specs: list[WorkerSpec] = []
     for pool in candidate.pools:
-        for index in range(pool.count):
+        for _ in range(pool.count):
             specs.append(
                 WorkerSpec(
-                    name=f"{pool.role}-{index}",
+                    name=f"{pool.role}-{next(numbers[pool.role])}",
                     role=pool.role,
                     steps=steps.of(pool.cut),
                     num_blocks=steps.kv_tokens(pool.cut) // fleet.block_size,
@@ -99,7 +111,7 @@ def worker_specs(candidate: Candidate, steps: Steps, max_context: int) -> tuple[
 def network_card(fleet: Fleet, cut: Cut, wire: KvWire) -> Link:
     """What a worker sends KV through; a narrower wire counts as a faster card."""
     link = catalogue.link(fleet.link)
-    cards = 1 if link.kind in PER_WORKER_KINDS else cut.num_gpus
+    cards = 1.0 if link.kind in PER_WORKER_KINDS else cut.num_gpus / link.num_devices
     return Link(link.bytes_s * cards * wire_gain(fleet, wire), link.latency_s)
 
 
@@ -110,22 +122,3 @@ def wire_gain(fleet: Fleet, wire: KvWire) -> float:
     attention = fleet.model.attention
     width = attention.kv_elements if attention.is_latent else attention.head_dim
     return max(1.0, fleet.kv.bytes_each / (1 + SCALE_BYTES / width))
-
-
-def start_command(candidate: Candidate, model: str, served_as: str = "") -> list[str]:
-    """Shell lines that start it: a router, then each worker."""
-    name = served_as or model.rsplit("/", 1)[-1]
-    lines = [f"disagg router --model {name}={model} --local-prefill-tokens {candidate.local_prefill_tokens}"]
-    for pool in candidate.pools:
-        flags = [
-            f"--role {pool.role}",
-            "--device cuda",
-            f"--chunk-tokens {pool.chunk_tokens}",
-            f"--mixed-chunk-tokens {pool.mixed_chunk_tokens}",
-            f"--max-running {pool.max_running}",
-        ]
-        if candidate.kv_wire is not KvWire.NATIVE:
-            flags.append(f"--kv-wire {candidate.kv_wire}")
-        note = f"  # {pool.count} times, each on {pool.cut}"
-        lines.append(f"disagg worker {model} {' '.join(flags)}{note}")
-    return lines

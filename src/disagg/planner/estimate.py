@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from disagg.core.errors import ConfigurationError
 from disagg.core.roles import Role
 from disagg.planner.candidate import Candidate, PoolPlan, network_card
 from disagg.planner.fleet import Cut, Steps
@@ -27,10 +28,16 @@ LINK_SHARE = 0.8
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Targets, and the share of requests that must be within both."""
+    """Targets, and the share of requests that must be within both. Raises ConfigurationError for what cannot be one."""
 
     slo: Slo
     share: float = 0.9
+
+    def __post_init__(self) -> None:
+        slo, share = self.slo, self.share
+        if not (0 < slo.ttft_s < math.inf and 0 < slo.tpot_s < math.inf and 0 < share < 1):
+            text = f"targets of TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s for a share of {share:g}"
+            raise ConfigurationError(f"{text}: times must be above 0 and finite, the share between 0 and 1")
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -60,14 +67,14 @@ class Estimator:
         totals = [prompt + output for prompt, _, output in self._samples]
         self._mean_total, self._spread = statistics.fmean(totals), statistics.pstdev(totals)
         self._longest = sorted(prompt + output for prompt, _, output in self._samples)[int(target.share * (num - 1))]
+        self.streams_within = functools.cache(self._streams_within)
         self.decode_rate = functools.cache(self._decode_rate)
         self.prefill_rate = functools.cache(self._prefill_rate)
         self.mixed_rate = functools.cache(self._mixed_rate)
 
     def of(self, candidate: Candidate) -> Estimate:
         if candidate.is_mixed:
-            pool = candidate.pools[0]
-            rate = self.mixed_rate(pool.cut, pool.mixed_chunk_tokens, pool.count)
+            rate = sum(self.mixed_rate(pool.cut, pool.mixed_chunk_tokens, pool.count) for pool in candidate.pools)
             return Estimate(rate, "mixed workers")
         prefill, decode = candidate.pool(Role.PREFILL), candidate.pool(Role.DECODE)
         parts = (
@@ -77,7 +84,7 @@ class Estimator:
         )
         return Estimate(*min(parts))
 
-    def streams_within(self, cut: Cut) -> int:
+    def _streams_within(self, cut: Cut) -> int:
         """Most streams of a decode worker whose step is within TPOT and whose KV fits; 0 where one is too many."""
         kv_tokens = self.steps.kv_tokens(cut)
         if kv_tokens < self._longest:

@@ -16,11 +16,12 @@ PP_SIZES = (1, 2)
 
 
 class Gpus(msgspec.Struct, frozen=True):
-    """Devices of one kind; what one costs an hour, 0 where nobody said."""
+    """Devices of one kind; what one costs an hour, 0 where nobody said. price_date: of the catalogue's price."""
 
     device: str
     count: int
     usd_per_hour: float = 0.0
+    price_date: str = ""
 
 
 class Cut(msgspec.Struct, frozen=True, order=True):
@@ -143,6 +144,7 @@ def make_gpus(device: str, count: int, usd_per_hour: float = 0.0) -> Gpus:
     if usd_per_hour < 0:
         raise ConfigurationError(f"{name} at {usd_per_hour:g} dollars an hour: give 0 or more")
     if not usd_per_hour:
-        known = [price.usd_per_hour for price in catalogue.prices() if price.accelerator == name]
-        usd_per_hour = known[0] if known else 0.0
+        for price in catalogue.prices():
+            if price.accelerator == name:
+                return Gpus(name, count, price.usd_per_hour, price.date)
     return Gpus(name, count, usd_per_hour)

@@ -13,7 +13,7 @@ from disagg.planner.fleet import Steps
 from disagg.planner.traffic import Traffic
 from disagg.sim.outcome import Outcome, Stage
 from disagg.sim.records import FINISHED
-from disagg.sim.scenario import Fidelity, Scenario
+from disagg.sim.scenario import Fidelity, Scenario, WorkerDies
 from disagg.sim.simulate import simulate
 from disagg.sim.validation.scenario import goodput_per_device
 
@@ -68,7 +68,7 @@ class Bench:
         longest = max(request.num_prompt_tokens + request.num_output_tokens for request in traffic.requests)
         self._cv = traffic.gap_cv
         self._max_context = max(1 << 17, longest + 1)
-        self._known: dict[tuple[Candidate, float, int], Point] = {}
+        self._known: dict[tuple[Candidate, float, int, str], Point] = {}
 
     def num_requests(self, rate_per_s: float, share: float, most: int) -> int:
         """How many make a run in which a queue can be seen to grow, or a share of that run."""
@@ -79,14 +79,16 @@ class Bench:
         most = min(most, round(MOST_TOKENS / each))
         return max(LEAST, round(share * min(most, rate_per_s * span_s / (1 - WARM_UP))))
 
-    def run(self, candidate: Candidate, rate_per_s: float, num_requests: int) -> Point:
-        key = (candidate, rate_per_s, num_requests)
+    def run(self, candidate: Candidate, rate_per_s: float, num_requests: int, dead: str = "") -> Point:
+        """dead: name of a worker that is lost as the run begins."""
+        key = (candidate, rate_per_s, num_requests, dead)
         if key not in self._known:
             scenario = Scenario(
                 workers=worker_specs(candidate, self.steps, self._max_context),
                 work=self.traffic.window(num_requests, rate_per_s),
                 slo=self.target.slo,
                 fidelity=Fidelity.LARGE,
+                faults=(WorkerDies(0.0, dead),) if dead else (),
                 local_prefill_tokens=candidate.local_prefill_tokens,
             )
             self.num_runs += 1

@@ -9,6 +9,8 @@ from disagg.planner.estimate import Target
 from disagg.report.page import Section, Table, page
 from disagg.report.plots import Bar, Mark, Series, bar_plot, line_plot, share_below
 from disagg.sim.outcome import Outcome, Report
+from disagg.sim.records import FINISHED, RecordTable
+from disagg.sim.scenario import Slo
 
 NUM_SPANS = 60  # of time, in plots over time
 ROLE_COLOURS = {"prefill": 0, "decode": 1, "mixed": 2}
@@ -31,12 +33,14 @@ def headline(report: Report) -> list[tuple[str, str]]:
     missed = ", ".join(f"{each.num_requests} {each.stage}" for each in report.missed_by) or "none"
     lost = f"{report.num_failed} failed, {report.num_turned_away} turned away"
     cached = report.num_cached_tokens / max(1, report.num_prompt_tokens)
+    # Where all were turned away at once no time has passed.
+    asked_per_s = report.num_requests / report.duration_s if report.duration_s else math.inf
     return [
         (
             "attainment",
             f"{report.attainment:.1%} (TTFT {report.ttft_attainment:.1%}, TPOT {report.tpot_attainment:.1%})",
         ),
-        ("goodput", f"{report.goodput_per_s:.3g} requests/s of {report.num_requests / report.duration_s:.3g}"),
+        ("goodput", f"{report.goodput_per_s:.3g} requests/s of {asked_per_s:.3g}"),
         ("requests", f"{report.num_requests}: {report.num_finished} finished, {lost}"),
         ("tokens", f"{report.num_prompt_tokens} prompt ({cached:.1%} cached), {report.num_output_tokens} answer"),
         ("paths", ", ".join(f"{each.num_requests} {each.path}" for each in report.paths) or "none"),
@@ -97,18 +101,24 @@ def outcome_json(name: str, outcome: Outcome) -> bytes:
     return msgspec.json.format(msgspec.json.encode({"scenario": name, "report": outcome.report}), indent=2)
 
 
-def _over_time(outcome: Outcome, target: Target) -> str:
-    columns = outcome.records.columns
+def by_time(records: RecordTable, slo: Slo) -> tuple[float, list[int], list[int]]:
+    """Seconds of a span, requests that came in each, and those of them that were within the targets."""
+    columns = records.columns
     begin_s, last_s = min(columns["arrived_s"]), max(columns["arrived_s"])
     span_s = (last_s - begin_s) / NUM_SPANS or 1.0
-    asked, met = [0] * (NUM_SPANS + 1), [0] * (NUM_SPANS + 1)
-    for arrived_s, ttft_s, tpot_s in zip(*(columns[each] for each in ("arrived_s", "ttft_s", "tpot_s")), strict=True):
-        place = int((arrived_s - begin_s) / span_s)
+    asked, met = [0] * NUM_SPANS, [0] * NUM_SPANS
+    names = ("arrived_s", "end", "ttft_s", "tpot_s")
+    for arrived_s, end, ttft_s, tpot_s in zip(*(columns[each] for each in names), strict=True):
+        place = min(NUM_SPANS - 1, int((arrived_s - begin_s) / span_s))  # the last one comes as the last span ends
         asked[place] += 1
-        is_whole = not math.isnan(ttft_s) and not math.isnan(tpot_s)
-        met[place] += is_whole and ttft_s <= target.slo.ttft_s and tpot_s <= target.slo.tpot_s
+        met[place] += end == FINISHED and ttft_s <= slo.ttft_s and tpot_s <= slo.tpot_s
+    return span_s, asked, met
+
+
+def _over_time(outcome: Outcome, target: Target) -> str:
+    span_s, asked, met = by_time(outcome.records, target.slo)
     lines = [
-        Series(title, tuple((span_s * (place + 0.5), count / span_s) for place, count in enumerate(counts[:NUM_SPANS])))
+        Series(title, tuple((span_s * (place + 0.5), count / span_s) for place, count in enumerate(counts)))
         for title, counts in (("asked", asked), ("within the targets", met))
     ]
     return line_plot("Requests by time of arrival", "seconds", "requests/s", lines)

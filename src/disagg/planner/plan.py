@@ -2,6 +2,7 @@
 
 import msgspec
 
+from disagg.core.roles import Role
 from disagg.planner.candidate import Candidate
 from disagg.planner.measure import Point, Trial
 from disagg.planner.search import Search, Searched, Watch
@@ -31,11 +32,15 @@ class Probe(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """best may be mixed. rate_per_s: the asked one, or the best's goodput where that is less."""
+    """best may be mixed. rate_per_s: the asked one, or the best's goodput where that is less.
+
+    mixed, split: the best of each. equal: mixed on the devices of `split`; None where both have the whole fleet.
+    """
 
     best: PlanRow
     mixed: PlanRow | None
     split: PlanRow | None
+    equal: PlanRow | None
     rows: tuple[PlanRow, ...]
     asked_per_s: float
     rate_per_s: float
@@ -58,6 +63,7 @@ def plan(search: Search, watch: Watch | None = None) -> Plan:
         best=best,
         mixed=next((row for row in rows if row.candidate.is_mixed), None),
         split=next((row for row in rows if not row.candidate.is_mixed), None),
+        equal=next((row for row in rows if row.candidate == searched.equal_mixed), None),
         rows=rows,
         asked_per_s=asked,
         rate_per_s=rate,
@@ -104,10 +110,14 @@ def _is_better(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 
 def _one_less(search: Search, trial: Trial, rate_per_s: float) -> list[Probe]:
+    """Without the only prefill worker decode workers read prompts; without the last of others there is no answer."""
     probes = []
     for pool in trial.candidate.pools:
-        less = trial.candidate.with_one_less(pool.role)
+        less = trial.candidate.with_one_less(pool)
+        what = f"one {pool.role} worker ({pool.cut}) less"
         if less is not None:
-            point = search.bench.run(less, rate_per_s, trial.num_requests)
-            probes.append(Probe(f"one {pool.role} worker less", point))
+            probes.append(Probe(what, search.bench.run(less, rate_per_s, trial.num_requests)))
+        elif pool.role is Role.PREFILL:
+            point = search.bench.run(trial.candidate, rate_per_s, trial.num_requests, dead=f"{pool.role}-0")
+            probes.append(Probe(f"{what}: decode reads", point))
     return probes

@@ -13,17 +13,21 @@ from disagg.bench.workload import Lengths, PrefixPool, RandomWork, SessionWork, 
 from disagg.core.errors import ConfigurationError
 from disagg.core.formats import KvWire
 from disagg.core.roles import Role
-from disagg.planner.candidate import network_card
+from disagg.planner.candidate import network_card, wire_gain
 from disagg.planner.estimate import Target
 from disagg.planner.fleet import Cut, Fleet, Steps, make_gpus
 from disagg.planner.traffic import Traffic, read_traffic
 from disagg.sim.hardware import catalogue
 from disagg.sim.hardware.fitted import Profile
+from disagg.sim.hardware.measured import MeasuredCard, MeasuredTable, read_points
 from disagg.sim.hardware.model_shape import ModelShape
 from disagg.sim.hardware.precision import Precision
+from disagg.sim.hardware.roofline import RooflineModel
 from disagg.sim.hardware.serving import Contention, Serving
+from disagg.sim.hardware.step_model import StepModel
 from disagg.sim.profiled import profiled_worker
 from disagg.sim.scenario import (
+    MAX_CONTEXT,
     Fidelity,
     Link,
     LinkBreaks,
@@ -69,6 +73,9 @@ class PoolTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     role: Role
     count: int
     device: str
+    model: str = ""  # the scenario's where empty
+    table: str = ""  # file of steps that were measured there (`read_points`); where empty the roofline is asked
+    ready_after_s: float = 0.0  # workers that are added while the scenario runs
     tp: int = 1
     pp: int = 1
     site: str = ""
@@ -145,9 +152,24 @@ def load_model(name: str, folder: str = "") -> ModelShape:
     return catalogue.model_shape(name)
 
 
+def model_path(file: ScenarioFile) -> str:
+    """Its model from where we are; a name of the catalogue as it is."""
+    path = Path(file.folder, file.model)
+    return str(path) if path.exists() else file.model
+
+
+def models_of(file: ScenarioFile) -> tuple[str, ...]:
+    """Of its workers, each once."""
+    named = [pool.model or file.model for pool in file.pool]
+    return tuple(dict.fromkeys([*named, *(file.model for _ in file.here)]))
+
+
 def work_of(file: ScenarioFile) -> Workload:
     """Raises ConfigurationError where the traffic is not said in full."""
-    table = file.traffic
+    table, models = file.traffic, models_of(file)
+    if len(models) > 1 and (table.trace or table.turns is not None):
+        names = ", ".join(models)
+        raise ConfigurationError(f"{file.name}: traces and sessions ask for one model, its pools have {names}")
     if table.trace:
         return TraceWork(
             path=Path(file.folder, table.trace),
@@ -164,7 +186,12 @@ def work_of(file: ScenarioFile) -> Workload:
     num = table.num_requests or 1000
     if table.turns is None:
         return RandomWork(
-            num_requests=num, arrivals=arrivals, prompt=table.prompt, output=table.output, prefixes=table.prefixes
+            num_requests=num,
+            arrivals=arrivals,
+            prompt=table.prompt,
+            output=table.output,
+            prefixes=table.prefixes,
+            models=models if len(models) > 1 else ("",),
         )
     return SessionWork(
         num_sessions=num,
@@ -175,6 +202,18 @@ def work_of(file: ScenarioFile) -> Workload:
         output=table.output,
         think_s=table.think_s,
     )
+
+
+def check_plannable(file: ScenarioFile) -> None:
+    """Raises ConfigurationError for what can be simulated but not planned for: it would be passed over in silence."""
+    what = (
+        (len(models_of(file)) > 1, "several models", "give a file for each"),
+        (any(pool.table for pool in file.pool), "steps of a table", "a table is of one cut: leave it out"),
+        (bool(file.here), "workers on this machine", "give [[pool]] on described devices"),
+    )
+    for is_there, name, remedy in what:
+        if is_there:
+            raise ConfigurationError(f"{file.name}: {name} can be simulated; advise and plan cannot use it: {remedy}")
 
 
 def traffic_of(file: ScenarioFile) -> Traffic:
@@ -212,12 +251,14 @@ def scenario_of(file: ScenarioFile) -> Scenario:
         raise ConfigurationError(f"{file.name}: no workers: give a [[pool]] on described devices, or [[here]]")
     numbers = {role: count() for role in Role}
     serving = _serving_of(file)
+    # As for cards: a narrower wire counts as a faster line. What is profiled here is sent as it is kept.
+    gain = wire_gain(fleet_of(file), file.kv_wire) if file.pool else 1.0
     return Scenario(
         workers=(*_described(file, numbers), *_profiled(file, numbers)),
         work=work_of(file),
         slo=target_of(file).slo,
         fidelity=file.fidelity,
-        lines=tuple(SiteLine(line.source, line.target, _line_of(line.link)) for line in file.line),
+        lines=tuple(SiteLine(line.source, line.target, _line_of(line.link, gain)) for line in file.line),
         faults=(*file.dies, *file.breaks, *file.drains, *file.slows),
         local_prefill_tokens=file.local_prefill_tokens,
         contention=serving.contention if serving is not None else Contention(),
@@ -230,25 +271,40 @@ def _described(file: ScenarioFile, numbers: dict[Role, "count[int]"]) -> Iterato
     if not file.pool:
         return
     fleet = fleet_of(file)
-    steps = Steps(fleet)
     for pool in file.pool:
         cut = Cut(catalogue.accelerator(pool.device).name, pool.tp, pool.pp)
-        model = steps.of(cut)
-        own = msgspec.structs.replace(fleet, link=pool.link or file.link)
+        shape = load_model(pool.model or file.model, file.folder)
+        own = msgspec.structs.replace(fleet, model=shape, link=pool.link or file.link)
+        model = _steps_of(file, pool, Steps(own).of(cut))
         for _ in range(pool.count):
             yield WorkerSpec(
                 name=f"{pool.role}-{next(numbers[pool.role])}",
                 role=pool.role,
                 steps=model,
+                model=pool.model or file.model,
                 site=pool.site,
                 num_blocks=model.max_kv_tokens(file.block_size) // file.block_size,
                 block_size=file.block_size,
-                max_context=max(1 << 17, fleet.model.max_context or 0),
+                max_context=max(MAX_CONTEXT, shape.max_context or 0),
                 chunk_tokens=pool.chunk_tokens,
                 mixed_chunk_tokens=pool.mixed_chunk_tokens,
                 max_running=pool.max_running,
                 nic=network_card(own, cut, file.kv_wire),
+                ready_after_s=pool.ready_after_s,
             )
+
+
+def _steps_of(file: ScenarioFile, pool: PoolTable, roofline: RooflineModel) -> StepModel:
+    """The pool's table, with the room that the device has beside the weights; the roofline where it has none."""
+    if not pool.table:
+        return roofline
+    card = MeasuredCard(
+        name=f"{roofline.name} by {pool.table}",
+        kv_bytes_per_token=roofline.kv_bytes_per_token,
+        num_layers=roofline.num_layers,
+        kv_tokens=roofline.max_kv_tokens(file.block_size),
+    )
+    return MeasuredTable(card, read_points(Path(file.folder, pool.table)))
 
 
 def _profiled(file: ScenarioFile, numbers: dict[Role, "count[int]"]) -> Iterator[WorkerSpec]:
@@ -265,7 +321,7 @@ def _profiled(file: ScenarioFile, numbers: dict[Role, "count[int]"]) -> Iterator
                 num_blocks=table.num_blocks,
                 itl_target_s=table.itl_target_s,
             )
-            yield profiled_worker(config, profile)
+            yield msgspec.structs.replace(profiled_worker(config, profile), model=file.model)
 
 
 def _serving_of(file: ScenarioFile) -> Serving | None:
@@ -277,6 +333,6 @@ def _serving_of(file: ScenarioFile) -> Serving | None:
     return found[0] if found else None
 
 
-def _line_of(name: str) -> Link:
+def _line_of(name: str, gain: float) -> Link:
     link = catalogue.link(name)
-    return Link(link.bytes_s, link.latency_s)
+    return Link(gain * link.bytes_s, link.latency_s)

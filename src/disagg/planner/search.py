@@ -1,12 +1,13 @@
 """Bounded search: every candidate by its closed form, the best by short simulations, the survivors by longer ones.
 
 Each round keeps fewer and looks longer (successive halving). Mixed and split candidates do not compete for places: the
-best mixed one is what everything else is compared with, on equal hardware, so it is looked for as hard.
+best mixed one is what everything else is compared with, so it is looked for as hard; where devices are to be saved, a
+mixed one on exactly the devices of the best split is looked at as well.
 """
 
 import enum
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -26,6 +27,7 @@ WHOLE_CHUNK = 8192  # of a step without streams
 LOCAL_TOKENS = (0, 512)
 SHORT_SHARE = 0.05  # of prompts that are short, from which it is worth looking
 SLOW_GAP = 2.0  # first gaps of so many TPOT are felt
+COUNTS_AN_OCTAVE = 16  # of workers, between a power of two and the next
 SIMULATED = 3  # of each kind in the first round
 SHORT = 0.4  # of the last round's requests
 FLATTERED = 1.2  # short runs end before queues and caches fill: they count up to so many times the closed form
@@ -58,12 +60,16 @@ class Ranked(msgspec.Struct, frozen=True):
 
 
 class Searched(msgspec.Struct, frozen=True):
-    """trials: those looked at longest first, then best first. is_cut_short: the time limit ended it."""
+    """trials: those looked at longest first, then best first. is_cut_short: the time limit ended it.
+
+    equal_mixed: of the trials, the mixed one on the devices of the best split; None where both have the whole fleet.
+    """
 
     num_candidates: int
     num_runs: int
     trials: tuple[Trial, ...]
     is_cut_short: bool
+    equal_mixed: Candidate | None = None
 
 
 class Watch(msgspec.Struct, frozen=True):
@@ -134,7 +140,7 @@ class Search:
             )
         kinds = [[row for row in ranked if row.candidate.is_mixed is is_mixed] for is_mixed in (True, False)]
         entered = [_unlike(rows)[:SIMULATED] for rows in kinds]
-        rounds = _Rounds(self, watch, sum(len(rows) for rows in entered) + 4)
+        rounds = _Rounds(self, watch, sum(len(rows) for rows in entered) + 5)
         for rows in entered:
             for row in rows:
                 rounds.look(row.candidate, row.estimate_per_s, SHORT)
@@ -146,13 +152,25 @@ class Search:
                 rounds.look(variant, order.expected[order.trials[0].candidate], 1.0)
             while order.is_disappointing:
                 order.look()
-        return Searched(len(ranked), self.bench.num_runs, rounds.finish(), rounds.is_cut_short)
+        equal = self._equal_mixed(rounds)
+        return Searched(len(ranked), self.bench.num_runs, rounds.finish(), rounds.is_cut_short, equal)
+
+    def _equal_mixed(self, rounds: "_Rounds") -> Candidate | None:
+        """Looked at as long as the best split, on its devices; where the sum counts, both have the whole fleet."""
+        split = rounds.best_split()
+        if split is None or self.objective is Objective.GOODPUT:
+            return None
+        equal = self.mixed_on(split.candidate)
+        if equal is not None and not rounds.has_looked_long(equal):
+            rounds.look(equal, self.estimator.of(equal).goodput_per_s, 1.0)
+        return equal
 
     # --- candidates ---------------------------------------------------------------------------------------------
 
     def candidates(self) -> Iterator[Candidate]:
         cuts = self.steps.cuts()
         streams = {cut: self.estimator.streams_within(cut) for cut in cuts}
+        yield from (each for each in self._side_by_side(self.fleet) if len(each.pools) > 1)
         for cut in cuts:
             if streams[cut]:
                 for chunk in MIXED_CHUNKS:
@@ -164,8 +182,35 @@ class Search:
                 if streams[decode]:
                     yield from self._splits(prefill, decode, _limit(streams[decode]))
 
+    def mixed_on(self, candidate: Candidate) -> Candidate | None:
+        """The best mixed one, by closed form, on the devices that this one uses; None where none carries anything."""
+        usage = candidate.usage
+        gpus = tuple(
+            msgspec.structs.replace(each, count=usage[each.device]) for each in self.fleet.gpus if each.device in usage
+        )
+        found = self._side_by_side(msgspec.structs.replace(self.fleet, gpus=gpus, budget_usd_per_hour=0.0))
+        return max(found, key=lambda each: (self.estimator.of(each).goodput_per_s, each), default=None)
+
+    def _side_by_side(self, fleet: Fleet) -> Iterator[Candidate]:
+        """All devices mixed, a pool of each kind: for each chunk the cuts that carry most; what they carry adds up."""
+        for chunk in MIXED_CHUNKS:
+            pools: list[PoolPlan] = []
+            for gpus in fleet.gpus:
+                used = {pool.cut.device: pool.num_gpus for pool in pools}
+                rows = [
+                    (self.estimator.mixed_rate(cut, chunk, most), cut, most)
+                    for cut in self.steps.cuts()
+                    if cut.device == gpus.device and (most := fleet.most(cut, used))
+                ]
+                rate, cut, most = max(rows, default=(0.0, None, 0))
+                if cut is not None and rate > 0:
+                    limit = _limit(self.estimator.streams_within(cut))
+                    pools.append(PoolPlan(Role.MIXED, most, cut, WHOLE_CHUNK, chunk, limit))
+            if pools:
+                yield Candidate(tuple(pools))
+
     def _splits(self, prefill: Cut, decode: Cut, max_running: int) -> Iterator[Candidate]:
-        for num_prefill in range(1, self.fleet.most(prefill, {}) + 1):
+        for num_prefill in counts_up_to(self.fleet.most(prefill, {})):
             used = {prefill.device: num_prefill * prefill.num_gpus}
             for num_decode in self._counts(decode, used):
                 for chunk in PREFILL_CHUNKS:
@@ -173,10 +218,10 @@ class Search:
                     second = PoolPlan(Role.DECODE, num_decode, decode, WHOLE_CHUNK, max_running=max_running)
                     yield Candidate((first, second), LOCAL_TOKENS[0])
 
-    def _counts(self, cut: Cut, used: dict[str, int]) -> range:
-        """All that fit; where the sum counts only the most of them matters."""
+    def _counts(self, cut: Cut, used: dict[str, int]) -> Iterable[int]:
+        """As many as fit; where the sum counts only the most of them matters."""
         most = self.fleet.most(cut, used)
-        return range(most if self.objective is Objective.GOODPUT else 1, most + 1) if most else range(0)
+        return counts_up_to(most) if self.objective is not Objective.GOODPUT else [most] if most else []
 
     def _order(self, row: Ranked) -> tuple[bool, float, int, Candidate]:
         is_enough, score = self.merit(row.candidate, row.estimate_per_s)
@@ -198,12 +243,13 @@ class Search:
             yield msgspec.structs.replace(candidate, kv_wire=KvWire.INT8)
 
     def _other_chunk(self, trial: Trial) -> Iterator[Candidate]:
-        pool = trial.candidate.pools[0]
+        pools = trial.candidate.pools
         failed = [point for point in trial.points if point.attainment < self.target.share]
         is_slow_token = any(point.tpot_s > self.target.slo.tpot_s for point in failed)
-        place = MIXED_CHUNKS.index(pool.mixed_chunk_tokens) + (-1 if is_slow_token else 1)
+        place = MIXED_CHUNKS.index(pools[0].mixed_chunk_tokens) + (-1 if is_slow_token else 1)
         if 0 <= place < len(MIXED_CHUNKS):
-            yield Candidate((msgspec.structs.replace(pool, mixed_chunk_tokens=MIXED_CHUNKS[place]),))
+            chunk = MIXED_CHUNKS[place]
+            yield Candidate(tuple(msgspec.structs.replace(pool, mixed_chunk_tokens=chunk) for pool in pools))
 
 
 class _Rounds:
@@ -244,6 +290,17 @@ class _Rounds:
         """Where to look next: what a short look found, or below everything tried where nothing held."""
         trial = self._short[row.candidate]
         return trial.goodput_per_s or 0.7 * min(point.rate_per_s for point in trial.points)
+
+    def has_looked_long(self, candidate: Candidate) -> bool:
+        return candidate in self._long
+
+    def best_split(self) -> Trial | None:
+        """Of those looked at long, else of the others."""
+        for seen in (self._long, self._short):
+            trials = [trial for each, trial in seen.items() if not each.is_mixed]
+            if trials:
+                return max(trials, key=lambda trial: self._search.merit(trial.candidate, trial.goodput_per_s))
+        return None
 
     def best_long(self, is_mixed: bool) -> tuple[bool, float]:
         """Highest merit of a kind among long looks."""
@@ -287,6 +344,14 @@ class _Order:
         candidate = self._left[-1]
         is_enough, score = self._search.merit(candidate, self.expected[candidate])
         return self._rounds.best_long(candidate.is_mixed) < (is_enough, SECOND_LOOK * score)
+
+
+def counts_up_to(most: int) -> Iterator[int]:
+    """1 to 32 by one, to 64 by two, to 128 by four and so on: of a large fleet one worker more tells nothing new."""
+    count = 1
+    while count <= most:
+        yield count
+        count += max(1, (1 << count.bit_length()) // COUNTS_AN_OCTAVE // 2)
 
 
 def _limit(num_streams: int) -> int:

@@ -37,7 +37,7 @@ from disagg.scheduler import events
 from disagg.scheduler.engine import StepPlan
 from disagg.sim.events import EventHeap
 from disagg.sim.holding import HeldTokens
-from disagg.sim.links import ComputedLinks, FairLinks, Links, Routes
+from disagg.sim.links import ComputedLinks, FairLinks, Links, Route, Routes
 from disagg.sim.machine import Machine
 from disagg.sim.records import FAILED, FINISHED, TURNED_AWAY, OpenRecord, RecordTable
 from disagg.sim.scenario import (
@@ -301,9 +301,9 @@ class SimCluster:
             self._held.note_ends(worker, ends_s)
 
     def to_peer(self, worker: SimWorker, peer: SimWorker, message: WorkerToWorker) -> None:
-        self.heap.after(self.scenario.message_s, peer.hear_peer, worker, message)
+        self.heap.after(self.route(worker, peer).message_s, peer.hear_peer, worker, message)
 
-    def route(self, source: SimWorker, target: SimWorker) -> tuple[tuple[str, ...], float]:
+    def route(self, source: SimWorker, target: SimWorker) -> Route:
         return self._routes.between(source.worker_id, target.worker_id)
 
     def note_step(self, worker: SimWorker, plan: StepPlan) -> None:
@@ -327,7 +327,6 @@ class SimCluster:
             config,
             spec.steps,
             scenario.fidelity,
-            scenario.message_s,
             scenario.max_alike_steps,
             self._machines.get(spec.machine),
         )

@@ -5,13 +5,13 @@ A transfer uses the sender's card, the receiver's card, and the line between the
 
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from disagg.core.errors import InternalFault
 from disagg.sim.events import EventHeap
-from disagg.sim.scenario import Scenario
+from disagg.sim.scenario import Scenario, WorkerSpec
 
 OnDone = Callable[[bool], object]  # whether all bytes have arrived
 
@@ -200,12 +200,22 @@ class ComputedLinks:
         known[1](True)
 
 
+class Route(NamedTuple):
+    """From one worker to another."""
+
+    resources: tuple[str, ...]  # that transfers use
+    latency_s: float  # of transfers
+    message_s: float  # of a control message, or of the word that a transfer has arrived
+
+
 class Routes:
-    """What a transfer from one worker to another uses: both cards, and the line between their sites."""
+    """Between all workers: both cards, and the line between their sites."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._specs = {spec.name: spec for spec in scenario.workers}
         self._lines = {(line.source, line.target): line.link for line in scenario.lines}
+        self._message_s = scenario.message_s
+        self._known: dict[tuple[str, str], Route] = {}
 
     def capacities(self) -> Iterator[tuple[str, float]]:
         """Every resource and its bytes/s."""
@@ -215,12 +225,17 @@ class Routes:
         for (source, target), link in self._lines.items():
             yield f"{source} to {target}", link.bandwidth_bytes_s
 
-    def between(self, source: str, target: str) -> tuple[tuple[str, ...], float]:
-        """Resources, and latency in seconds."""
-        one, other = self._specs[source], self._specs[target]
+    def between(self, source: str, target: str) -> Route:
+        known = self._known.get((source, target))
+        if known is None:
+            known = self._known[source, target] = self._find(self._specs[source], self._specs[target])
+        return known
+
+    def _find(self, one: WorkerSpec, other: WorkerSpec) -> Route:
         resources = (f"{one.name} out", f"{other.name} in")
-        line = self._lines.get((one.site, other.site))
         latency_s = max(one.nic.latency_s, other.nic.latency_s)
+        line = self._lines.get((one.site, other.site))
         if line is None:
-            return resources, latency_s
-        return (*resources, f"{one.site} to {other.site}"), latency_s + line.latency_s
+            return Route(resources, latency_s, self._message_s)
+        name = f"{one.site} to {other.site}"
+        return Route((*resources, name), latency_s + line.latency_s, self._message_s + line.latency_s)

@@ -172,6 +172,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_timelines and self.fidelity is not Fidelity.SMALL:
             text = f"max_timelines is {self.max_timelines} at {self.fidelity.value} fidelity, where few tokens are told"
             raise ConfigurationError(f"{text}: timelines need small fidelity")
+        sites = list(dict.fromkeys(worker.site for worker in self.workers))
+        for line in self.lines:
+            for site in (line.source, line.target):
+                if site not in sites:
+                    known = ", ".join(repr(each) for each in sites)
+                    raise ConfigurationError(f"a line joins site {site!r}, where no worker is; they are at {known}")
         for fault in self.faults:
             for name in (fault.source, fault.target) if isinstance(fault, LinkBreaks) else (fault.worker,):
                 if name not in names:

@@ -31,7 +31,7 @@ from disagg.scheduler.engine import StepPlan, StepResult
 from disagg.scheduler.scheduler import Scheduler
 from disagg.sim.events import EventHeap
 from disagg.sim.hardware.step_model import StepModel, StepShape
-from disagg.sim.links import Links, Write
+from disagg.sim.links import Links, Route, Write
 from disagg.sim.machine import Machine, Mark
 from disagg.sim.scenario import Fidelity, WorkerSlows
 
@@ -48,8 +48,7 @@ class Surroundings(Protocol):
 
     def to_peer(self, worker: "SimWorker", peer: "SimWorker", message: WorkerToWorker) -> None: ...
 
-    def route(self, source: "SimWorker", target: "SimWorker") -> tuple[tuple[str, ...], float]:
-        """What a transfer uses, and its latency in seconds."""
+    def route(self, source: "SimWorker", target: "SimWorker") -> Route: ...
 
     def note_ends(self, worker: "SimWorker", ends_s: Sequence[float]) -> None:
         """Steps are over, one after the other; the scheduler is about to hear of it."""
@@ -86,7 +85,6 @@ class SimWorker:
         config: SchedulerConfig,
         steps: StepModel,
         fidelity: Fidelity,
-        message_s: float,
         max_alike: int,
         machine: Machine | None = None,
     ) -> None:
@@ -95,7 +93,6 @@ class SimWorker:
         self._heap = around.heap
         self._steps = steps
         self._is_small = fidelity is Fidelity.SMALL
-        self._message_s = message_s
         self.card = card
         self.scheduler = Scheduler(config)
         self.is_alive = True
@@ -317,13 +314,13 @@ class SimWorker:
             self._heap.after(0.0, self._end_write, action.handoff_id, action.number, "not connected")
             return
         self.num_pushes += 1
-        resources, latency_s = self._around.route(self, peer)
+        route, back = self._around.route(self, peer), self._around.route(peer, self)
         num_bytes, first_s, last_bytes = self.card.layout.span_bytes(action.span), self._heap.now_s, 0
         if self._is_finishing and not self._is_small and self.scheduler.config.handoff_mode is HandoffMode.LAYERWISE:
             first_s, last_bytes = self._spread(action.span)
         pair = (self.worker_id, peer.worker_id)
-        write = Write(action.grant_key, pair, resources, num_bytes, latency_s, first_s, last_bytes)
-        self._around.links.send(write, lambda has_arrived: self._land(peer, action, has_arrived))
+        write = Write(action.grant_key, pair, route.resources, num_bytes, route.latency_s, first_s, last_bytes)
+        self._around.links.send(write, lambda has_arrived: self._land(peer, action, has_arrived, back.message_s))
 
     def _spread(self, span: Span) -> tuple[float, int]:
         """When the first group of layers of the step that has just ended was computed, and bytes of the last one."""
@@ -335,14 +332,14 @@ class SimWorker:
         first_s = self._step_began_s + (now_s - self._step_began_s) * group / span.num_layers
         return first_s, int(layer_bytes * num_last)
 
-    def _land(self, peer: "SimWorker", action: PushSpan, has_arrived: bool) -> None:
+    def _land(self, peer: "SimWorker", action: PushSpan, has_arrived: bool, word_s: float) -> None:
         is_granted = peer.is_alive and peer.grants.get(action.grant_key) == self.worker_id
         if has_arrived and is_granted:
             peer.handle(events.WriteLanded(action.handoff_id, action.span, None))
             failure = None
         else:
             failure = "not granted" if has_arrived else "the transfer was cut off"
-        self._heap.after(self._message_s, self._end_write, action.handoff_id, action.number, failure)
+        self._heap.after(word_s, self._end_write, action.handoff_id, action.number, failure)
 
     def _end_write(self, handoff_id: HandoffId, number: int, failure: str | None) -> None:
         self.handle(events.WriteFinished(handoff_id, number, failure))

@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -112,6 +115,26 @@ def test_profiles_of_two_machines_are_not_one_machine(tmp_path: Path) -> None:
     assert "profiles of 2 machines" in refusal("simulate", scenario(tmp_path, HERE.replace("PROFILE", "other.json")))
 
 
+def test_no_chance_of_a_process_gets_into_an_outcome(tmp_path: Path) -> None:
+    dies = '[[dies]]\nat_s = 2.0\nworker = "decode-1"\nrestart_after_s = 1.0\n'
+    path, outputs = scenario(tmp_path, SCENARIO.replace("count = 1", "count = 3") + dies), set()
+    for chance in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": chance}
+        words = (sys.executable, "-m", "disagg", "simulate", str(path), "--json", str(tmp_path / f"{chance}.json"))
+        outputs.add(subprocess.run(words, env=environment, check=True, capture_output=True, timeout=120).stdout)
+    assert len(outputs) == 1
+    assert (tmp_path / "1.json").read_bytes() == (tmp_path / "2.json").read_bytes()
+
+
+def test_a_scenario_in_which_nothing_can_be_served_is_shown_as_well(tmp_path: Path) -> None:
+    text = SCENARIO.replace("num_requests = 40", "num_requests = 1").replace("mean = 500.0", "mean = 900000.0")
+    page = tmp_path / "out.html"
+    result = run("simulate", scenario(tmp_path, text), "--html", page)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    assert "1 turned away" in result.output
+    assert "nothing to show" in page.read_text()
+
+
 def test_simulate_obeys_the_seed(tmp_path: Path) -> None:
     path = scenario(tmp_path)
     one, again, other = (run("simulate", path, "--seed", seed).output for seed in ("1", "1", "2"))
@@ -123,6 +146,7 @@ def test_advise_names_the_rule_of_thumb_beside_the_simulation() -> None:
     assert result.exit_code == 0, result.output
     assert "rule of thumb (below 100 requests/s or 512 tokens: don't): don't" in result.output
     assert "the simulation: don't" in result.output
+    assert "2 x H100-SXM at 4.76 $/h (as of 2023-12-01)" in result.output
     assert "break-even rate" in result.output
     assert "break-even prompt" in result.output
     assert "THE TIME LIMIT ENDED THE SEARCH" in result.output
@@ -132,7 +156,15 @@ def test_plan_prints_front_ratio_headroom_and_a_command(tmp_path: Path) -> None:
     values = tmp_path / "plan.json"
     result = run("plan", "Llama-3.1-8B", "--gpu", "h100=3", *DRAWN, *QUICK, "--json", values)
     assert result.exit_code == 0, result.output
-    for part in ("P:D ratio", "split over mixed", "120% of the load", "disagg worker Llama-3.1-8B --role", ">*"):
+    parts = (
+        "P:D ratio",
+        "split over mixed",
+        "on equal hardware",
+        "120% of the load",
+        "worker (H100-SXM TP1) less",
+        ">*",
+    )
+    for part in (*parts, "disagg router --model Llama-3.1-8B=Llama-3.1-8B", "disagg worker Llama-3.1-8B"):
         assert part in result.output, part
     assert json.loads(values.read_text())["searched"]["is_cut_short"]
 
@@ -142,6 +174,7 @@ def test_plan_takes_a_budget_and_a_scenario(tmp_path: Path) -> None:
     result = run("plan", scenario(tmp_path), *words)
     assert result.exit_code == 0, result.output
     assert "at most 8.5 $/h" in result.output
+    assert "2 x H100-SXM at 4 $/h, 4 x A100-SXM-80G at 2 $/h" in result.output
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------
@@ -246,11 +279,27 @@ def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 6
 
 
+PUBLIC = {
+    "azure2023/AzureLLMInferenceTrace_code.csv": ("azure", "advice: mixed\n"),
+    "azure2023/AzureLLMInferenceTrace_conv.csv": ("azure", "advice: mixed\n"),
+    "mooncake/conversation_trace.jsonl": ("mooncake", "but the fleet is too small"),
+}
+
+
 @pytest.mark.slow
-def test_advice_on_public_traces() -> None:
-    trace = TRACES / "azure2023" / "AzureLLMInferenceTrace_code.csv"
+@pytest.mark.parametrize("name", PUBLIC)
+def test_advice_on_public_traces(name: str) -> None:
+    """Within two minutes of computing: 16 GPUs are plenty for both Azure traces and too few for the other."""
+    trace, (kind, said) = TRACES / name, PUBLIC[name]
     if not trace.is_file():
         pytest.skip(f"{trace} is not here")
-    result = run("advise", "Llama-3.1-70B", "--gpu", "h100=16", "--trace", trace, "--trace-format", "azure")
+    begin_s = time.process_time()
+    words = ("--trace", trace, "--trace-format", kind, "--requests", "250")
+    result = run("advise", "Llama-3.1-70B", "--gpu", "h100=16", *words)
     assert result.exit_code == 0, result.output
-    assert "AzureLLMInferenceTrace_code.csv" in result.output
+    assert time.process_time() - begin_s < 120
+    assert trace.name in result.output
+    assert said in result.output
+    assert "THE TIME LIMIT" not in result.output
+    for part in ("break-even rate", "break-even prompt", "rule of thumb", "gain of the split on equal hardware"):
+        assert part in result.output

@@ -152,6 +152,19 @@ def test_a_line_between_sites_is_shared_by_all_that_cross_it(fidelity: Fidelity)
     assert gap(wan) > max(gap(), 0.02)  # a first step may begin meanwhile, so its time need not come on top
 
 
+@BOTH
+def test_what_workers_of_two_sites_say_to_each_other_takes_the_lines_time(fidelity: Fidelity) -> None:
+    asked = work(1, prompt=Lengths(256), output=Lengths(5), prefixes=PrefixPool(), arrivals=EvenArrivals(1.0))
+    workers = (worker("p", Role.PREFILL, site="north"), worker("d", Role.DECODE, site="south"))
+    ways = (("north", "south"), ("south", "north"))
+    lines = tuple(SiteLine(source, target, Link(latency_s=0.02)) for source, target in ways)
+    near, far = (
+        next(iter(simulate(scenario(workers, asked, fidelity, lines=each), 0).records)) for each in ((), lines)
+    )
+    assert far.ttft_s - near.ttft_s == pytest.approx(2 * 0.02)  # the reservation's question and its answer
+    assert far.first_gap_s - near.first_gap_s > 0.014  # the last bytes; a first step may begin meanwhile
+
+
 def test_what_misses_the_targets_is_put_down_to_a_stage() -> None:
     crowded = simulate(scenario(pools(1, 3), work(60, rate_per_s=60), Fidelity.LARGE, slo=Slo(0.3, 0.1)), 0).report
     assert crowded.limiting_stage is Stage.PREFILL_QUEUE

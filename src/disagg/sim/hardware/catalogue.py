@@ -57,6 +57,7 @@ class Link(msgspec.Struct, frozen=True):
     efficiency: float  # share of it that large transfers reach
     latency_us: float  # before the first byte
     source: str
+    num_devices: int = 1  # that share it: all of a node where it is the node's ports together
     aliases: tuple[str, ...] = ()
 
     @property

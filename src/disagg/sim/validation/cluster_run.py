@@ -25,7 +25,13 @@ def run_scenario(scenario: Scenario) -> Outcome:
     """Raises ConfigurationError for work or workers that cannot be."""
     outcome = simulate(simulated_form(scenario), scenario.seed)
     report = outcome.report
-    return Outcome(report.attainment, report.ttft_s.mean, report.tpot_s.mean)
+    return Outcome(
+        attainment=report.attainment,
+        ttft_mean_s=report.ttft_s.mean,
+        tpot_mean_s=report.tpot_s.mean,
+        ttft_attainment=report.ttft_attainment,
+        tpot_attainment=report.tpot_attainment,
+    )
 
 
 def simulated_form(scenario: Scenario) -> simulated.Scenario:

@@ -14,6 +14,7 @@ from disagg.sim.validation.data_folder import read_rows
 SPLITWISE = "splitwise-sim/perf_model.csv"
 SILICON = "extracted/silicon_llama3.1-70b-fp8_h200_agg.csv"
 SILICON_DENSE = "extracted/silicon_dense_8b_32b_hopper_agg.csv"
+SILICON_APART = "extracted/silicon_disagg_hopper_full_config.csv"
 SILICON_MODELS = {
     "meta-llama/Llama-3.1-70B": "Llama-3.1-70B",
     "meta-llama/Llama-3.1-8B-Instruct": "Llama-3.1-8B",
@@ -68,6 +69,15 @@ class SiliconGroup(NamedTuple):
             overhead=catalogue.engine("trtllm" if self.backend == "trtllm" else "vllm"),
         )
 
+    @property
+    def is_in_waves(self) -> bool:
+        """SGLang reads prompts first and alone, so answers of equal length begin and end together.
+
+        In the runs of Qwen3-32B they did: TTFT is half of what all the loop's prompts take. In those of Llama-3.1-8B it
+        is far less.
+        """
+        return self.backend == "sglang" and self.model == "Qwen3-32B"
+
 
 class SiliconPoint(NamedTuple):
     """A closed-loop run. order: n-th concurrency of its group."""
@@ -75,6 +85,18 @@ class SiliconPoint(NamedTuple):
     group: SiliconGroup
     concurrency: int
     order: int
+    ttft_s: float
+    tpot_s: float
+
+
+class ApartPoint(NamedTuple):
+    """A closed loop over prefill and decode workers, seen from one decode worker or, of spread attention, one rank."""
+
+    is_spread: bool  # each rank attends to its own sequences; else all share each of them
+    num_ranks: int
+    prompt: int
+    answer: int
+    places: float
     ttft_s: float
     tpot_s: float
 
@@ -141,6 +163,27 @@ def silicon_points(file: str = SILICON) -> list[SiliconPoint]:
         for group, runs in groups.items()
         for index, (concurrency, ttft_s, tpot_s) in enumerate(sorted(runs))
     ]
+
+
+def apart_points() -> list[ApartPoint]:
+    """DeepSeek-R1 in TensorRT-LLM on H200, decode workers of eight devices, over which experts are spread."""
+    points = []
+    for row in read_rows(SILICON_APART):
+        if (row["backend"], row["system"], row["model_path"]) == ("trtllm", "h200_sxm", "deepseek-ai/DeepSeek-V3"):
+            tp, spread = (int(float(row[f"decode_{name}_size"])) for name in ("tp", "attention_dp"))
+            ranks = float(row["decode_num_workers"]) * spread
+            points.append(
+                ApartPoint(
+                    is_spread=spread > 1,
+                    num_ranks=tp * spread,
+                    prompt=int(row["isl"]),
+                    answer=int(row["osl"]),
+                    places=float(row["silicon_concurrency"]) / ranks,
+                    ttft_s=float(row["silicon_ttft_ms"]) / 1e3,
+                    tpot_s=float(row["silicon_tpot_ms"]) / 1e3,
+                )
+            )
+    return points
 
 
 def _card(group: SplitwiseGroup) -> MeasuredCard:

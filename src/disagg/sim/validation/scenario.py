@@ -63,6 +63,8 @@ class Outcome(msgspec.Struct, frozen=True):
     attainment: float
     ttft_mean_s: float
     tpot_mean_s: float
+    ttft_attainment: float
+    tpot_attainment: float
 
 
 RunScenario = Callable[[Scenario], Outcome]

@@ -129,12 +129,13 @@ def _shares(rates: tuple[float, ...], percent: list[float]) -> list[tuple[float,
 
 
 def _highest_rate(run: RunScenario, scenario: Scenario) -> float:
-    """By halving, as DistServe's search does; requests/s per device."""
+    """By halving, as DistServe's search does, for which TTFT and TPOT are two targets; requests/s per device."""
     low, high = 0.0, PLAN_LIMIT
     requests = -(-300 // scenario.num_devices)
     while high - low > PLAN_STEP:
         middle = (low + high) / 2
-        if run(under(scenario, middle, requests)).attainment >= ATTAINMENT:
+        outcome = run(under(scenario, middle, requests))
+        if min(outcome.ttft_attainment, outcome.tpot_attainment) >= ATTAINMENT:
             low = middle
         else:
             high = middle

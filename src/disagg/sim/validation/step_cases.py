@@ -9,13 +9,15 @@ from disagg.sim.hardware.precision import Precision
 from disagg.sim.hardware.published import published_model
 from disagg.sim.hardware.roofline import ExpertParallel, RooflineModel
 from disagg.sim.hardware.step_model import StepModel, StepShape
-from disagg.sim.validation.closed_form import closed_loop_tpot_s
+from disagg.sim.validation.closed_form import closed_loop_tpot_s, decode_tpot_s, wave_tpot_s
 from disagg.sim.validation.foreign_tables import (
     SILICON_DENSE,
     SPLITWISE_MODELS,
+    ApartPoint,
     SiliconPoint,
     SplitwiseGroup,
     SplitwisePoint,
+    apart_points,
     silicon_points,
     splitwise_points,
     splitwise_table,
@@ -25,6 +27,7 @@ from disagg.sim.validation.foreign_tables import (
 Values = dict[str, list[float]]  # metric -> ours
 DS_WORKERS = (("OPT-13B", 1), ("OPT-13B", 2), ("OPT-13B", 4), ("OPT-66B", 2), ("OPT-66B", 4), ("OPT-66B", 8))
 MS = 1e3
+SGLANG_CHUNK = 8192  # tokens of prompts that SGLang reads at a time on devices of 60 to 160 GB, unless told
 
 
 def prompt_s(model: StepModel, tokens: int, batch: int = 1) -> float:
@@ -140,9 +143,34 @@ def mean_tpot_error(points: Iterable[SiliconPoint]) -> float:
     """Percent."""
     errors = []
     for group, concurrency, _, _, tpot_s in points:
-        ours = closed_loop_tpot_s(group.worker(), group.prompt, group.answer, concurrency)
+        loop = (group.worker(), group.prompt, group.answer, concurrency)
+        ours = wave_tpot_s(*loop, SGLANG_CHUNK) if group.is_in_waves else closed_loop_tpot_s(*loop)
         errors.append(abs(ours / tpot_s - 1))
     return 100 * statistics.fmean(errors)
+
+
+def deepseek_apart() -> Values:
+    """AIC-DSR1-PD: decode workers of eight H200 in closed loops; prefill is as long away as was measured."""
+    errors: dict[str, list[float]] = {"TPOT, attention shared": [], "TPOT, attention spread": []}
+    for point in apart_points():
+        ours = decode_tpot_s(_decode_rank(point), point.prompt, point.answer, point.places, point.ttft_s)
+        kind = "TPOT, attention spread" if point.is_spread else "TPOT, attention shared"
+        errors[kind].append(abs(ours / point.tpot_s - 1))
+    return {name: [100 * statistics.fmean(each)] for name, each in errors.items()}
+
+
+def _decode_rank(point: ApartPoint) -> RooflineModel:
+    """TensorRT-LLM exchanges after computing, and keeps KV of FP8 checkpoints in FP8."""
+    spread = ExpertParallel(point.num_ranks, catalogue.link("NVLink4"), is_overlapped=False)
+    return RooflineModel(
+        catalogue.model_shape("DeepSeek-V3"),
+        catalogue.accelerator("H200-SXM"),
+        tp=1 if point.is_spread else point.num_ranks,
+        weights=Precision.FP8_BLOCK,
+        kv=Precision.FP8,
+        overhead=catalogue.engine("trtllm"),
+        experts=spread if point.is_spread else None,
+    )
 
 
 def yi_on_a100() -> Values:
@@ -228,6 +256,7 @@ RUNNERS: dict[str, Callable[[], Values]] = {
     "SW-PERF": splitwise_phases,
     "AIC-L70": llama_on_h200,
     "AIC-DENSE": dense_on_hopper,
+    "AIC-DSR1-PD": deepseek_apart,
     "SA-YI34": yi_on_a100,
     "MC-235B": qwen_on_h20,
     "SG-96H100-D": deepseek_decode,
