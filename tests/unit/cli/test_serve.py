@@ -11,7 +11,8 @@ import pytest
 
 from disagg.testing.processes import MarkedProcess, wait_until
 
-TIMEOUT_S = 30.0
+pytestmark = pytest.mark.timeout(400)  # the waits within say more than the end of all tests would
+TIMEOUT_S = 90.0
 PROGRAM = (sys.executable, str(Path(__file__).with_name("fake_serve.py")))
 
 

@@ -12,7 +12,8 @@ import pytest
 from disagg.channel.lifeline import LIFELINE_FD, LIFELINE_PARENT, ParentEnd, watch_parent
 from disagg.testing.processes import wait_until
 
-TIMEOUT_S = 20.0
+pytestmark = pytest.mark.timeout(400)  # the waits within say more than the end of all tests would
+TIMEOUT_S = 60.0
 
 
 def test_without_a_supervisor_nothing_is_armed() -> None:

@@ -10,7 +10,8 @@ import pytest
 from disagg.core.errors import InternalFault
 from disagg.testing.processes import MarkedProcess, wait_until
 
-TIMEOUT_S = 20.0
+pytestmark = pytest.mark.timeout(400)  # the waits within say more than the end of all tests would
+TIMEOUT_S = 60.0
 WAIT = "import threading; threading.Event().wait()"
 ORPHAN = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {WAIT!r}], start_new_session=True)"
 PORT = (

@@ -14,7 +14,8 @@ from disagg.core.errors import ConfigurationError
 from disagg.policy.restart import RestartPolicy
 from disagg.testing.processes import MarkedProcess, command_line
 
-TIMEOUT_S = 20.0
+pytestmark = pytest.mark.timeout(400)  # the waits within say more than the end of all tests would
+TIMEOUT_S = 60.0
 FAST = RestartPolicy(first_delay_s=0.001, max_delay_s=0.01, max_crashes=4)
 WAIT_FOR_EVER = "print('up', flush=True); import threading; threading.Event().wait()"
 DRAINS = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); " + WAIT_FOR_EVER
