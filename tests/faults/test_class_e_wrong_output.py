@@ -9,7 +9,7 @@
 | E6 | there is no tier yet; what is stored elsewhere is a push: none before its KV is written | scheduler, TCP |
 | E7 | an unknown layout is refused, not guessed; and "equal" is not the equality of nothing: bytes were counted | TCP |
 | E8 | two revisions of one shape never exchange KV: the digest is of the weights | virtual time; tests/e2e/test_pools |
-| E10 | a real model gives equal bodies on every path, for 50 prompts (slow: 1,000) and every parameter | HTTP |
+| E10 | a real model gives equal bodies on every path, for 50 prompts and every parameter | HTTP |
 
 The fake engine's answer is a hash over all KV that it reads, so one wrong byte is a wrong answer. E10 is the short form
 of tests/parity, which compares with an implementation that is not ours.

@@ -2,6 +2,7 @@
 
 import re
 
+from disagg.core.endpoints import is_dialable
 from disagg.core.errors import ConfigurationError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -49,7 +50,6 @@ def parse_models(texts: list[str]) -> tuple[tuple[str, str], ...]:
 
 def parse_address(text: str) -> str:
     """'host:port' as it is, with a port from 1 to 65535. Raises ConfigurationError."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not is_dialable(text):
         raise ConfigurationError(f"{text!r} is no address: write host:port, such as 127.0.0.1:8001")
     return text
