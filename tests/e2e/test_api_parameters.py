@@ -17,7 +17,7 @@ SUPPORTED = [(row, endpoint) for row in PARAMETERS for endpoint in PLAIN if row.
 # Penalties look back over the hand-over: prompt and first token were read and written by another worker.
 GREEDY: Json = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
 SAMPLED: Json = {**GREEDY, "temperature": 2, "seed": 3}
-FEW: Json = {**GREEDY, "logit_bias": {str(token_id): 5 for token_id in range(100, 110)}}  # tokens, again and again
+FEW: Json = {**GREEDY, "logit_bias": {str(token_id): 5 for token_id in range(300, 310)}}  # words, again and again
 CHANGES: tuple[tuple[Json, tuple[Json, ...]], ...] = (
     (GREEDY, (FEW, {"repetition_penalty": 2})),
     (FEW, ({"presence_penalty": 2}, {"frequency_penalty": 2})),
