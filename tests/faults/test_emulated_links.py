@@ -29,7 +29,7 @@ QUICK, SLOW = LinkShape(100), LinkShape(100, 0.02)
 SHAPES = pytest.mark.parametrize("shape", [QUICK, SLOW], ids=lambda shape: shape.name)
 NUM_BYTES = 2 << 20
 NUM_LOOKS = 3
-MOST_PROMPTS = 6
+MOST_PROMPTS = 10
 TIMEOUT_S = 60.0
 DEVICES = Path("/sys/class/net")
 

@@ -305,7 +305,7 @@ class Serve(MarkedProcess):
         os.kill(pid, number)
         return pid
 
-    def wait_restarted(self, name: str, old_pid: int, timeout_s: float = 60.0) -> int:
+    def wait_restarted(self, name: str, old_pid: int, timeout_s: float = 180.0) -> int:
         """The pid of the process that took the place of old_pid."""
 
         def is_new() -> bool:
@@ -317,7 +317,7 @@ class Serve(MarkedProcess):
         self.note_family()
         return self.pid_of(name)
 
-    def wait_healthy(self, timeout_s: float = 60.0) -> None:
+    def wait_healthy(self, timeout_s: float = 180.0) -> None:
         """Until /ready answers 200."""
 
         def is_healthy() -> bool:
