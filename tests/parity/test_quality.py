@@ -48,7 +48,7 @@ def test_int8_keeps_its_bar(smollm2_path: Path) -> None:
     if load_library() is None:
         pytest.skip("int8 needs the native kernels")
     sources = (difflib.SequenceMatcher, difflib.Differ, statistics, difflib.HtmlDiff)
-    text = "\n\n".join([heapq.__about__, *(inspect.getdoc(each) or "" for each in sources)])  # type: ignore[attr-defined]
+    text = "\n\n".join([heapq.__about__, *(inspect.getdoc(each) or "" for each in sources)])
     ids = load_tokenizer(smollm2_path).encode(text)
     assert len(ids) >= NUM_PIECES * PIECE_TOKENS, len(ids)
     pieces = [ids[start : start + PIECE_TOKENS] for start in range(0, NUM_PIECES * PIECE_TOKENS, PIECE_TOKENS)]
