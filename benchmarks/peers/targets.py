@@ -45,7 +45,6 @@ class Target(msgspec.Struct, frozen=True):
 TARGETS = (
     Target("fp32", 1.0),
     Target("fp16", 1.0),
-    Target("fp16", 1.5, "vllm", (1, 4, 8, 16)),
     Target("fp16", 2.0, "transformers"),
     Target("int8", 1.0),
     Target("int8", 1.3, "llamacpp-Q8_0", (0, 8, 16)),
