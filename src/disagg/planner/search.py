@@ -156,14 +156,16 @@ class Search:
         return Searched(len(ranked), self.bench.num_runs, rounds.finish(), rounds.is_cut_short, equal)
 
     def _equal_mixed(self, rounds: "_Rounds") -> Candidate | None:
-        """Looked at as long as the best split, on its devices; where the sum counts, both have the whole fleet."""
-        split = rounds.best_split()
+        """The best on the best split's devices, looked at as long; where the sum counts, both have all devices."""
+        split = rounds.best(lambda each: not each.is_mixed)
         if split is None or self.objective is Objective.GOODPUT:
             return None
+        usage = split.candidate.usage
         equal = self.mixed_on(split.candidate)
         if equal is not None and not rounds.has_looked_long(equal):
             rounds.look(equal, self.estimator.of(equal).goodput_per_s, 1.0)
-        return equal
+        best = rounds.best(lambda each: each.is_mixed and each.usage == usage)
+        return best.candidate if best is not None else equal
 
     # --- candidates ---------------------------------------------------------------------------------------------
 
@@ -294,10 +296,10 @@ class _Rounds:
     def has_looked_long(self, candidate: Candidate) -> bool:
         return candidate in self._long
 
-    def best_split(self) -> Trial | None:
+    def best(self, is_wanted: Callable[[Candidate], bool]) -> Trial | None:
         """Of those looked at long, else of the others."""
         for seen in (self._long, self._short):
-            trials = [trial for each, trial in seen.items() if not each.is_mixed]
+            trials = [trial for each, trial in seen.items() if is_wanted(each)]
             if trials:
                 return max(trials, key=lambda trial: self._search.merit(trial.candidate, trial.goodput_per_s))
         return None

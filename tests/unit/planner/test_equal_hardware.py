@@ -33,6 +33,9 @@ def test_where_devices_are_saved_mixed_on_those_of_the_split_is_in_the_table(per
     assert per_gpu.equal.candidate.usage == per_gpu.split.candidate.usage
     assert per_gpu.equal.trial.num_requests >= per_gpu.split.trial.num_requests / 2
     assert not per_gpu.equal.is_short_look
+    others = [row for row in per_gpu.rows if row.candidate.is_mixed and not row.is_short_look]
+    same = [row for row in others if row.candidate.usage == per_gpu.equal.candidate.usage]
+    assert per_gpu.equal.trial.goodput_per_s == max(row.trial.goodput_per_s for row in same)
 
 
 def test_where_the_sum_counts_both_have_the_whole_fleet() -> None:
