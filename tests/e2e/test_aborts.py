@@ -196,6 +196,7 @@ async def crowd(serve: Serve, front: Front, first_to_work: str) -> list[tuple[st
     return [each.result() for each in asked]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["mixed", "disaggregated"])
 def test_case_45_four_hundred_long_requests_at_once_of_whom_half_go(tiny_llama: Path, name: str) -> None:
