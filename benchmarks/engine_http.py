@@ -192,7 +192,7 @@ def main() -> None:
     tokens = f"{load.prompt_tokens} tokens in, {load.answer_tokens} out"
     print(f"{NUM_CLIENTS} clients, {tokens}; more flags: {args.serve_flags!r}")
     with paced.watched(args), contextlib.ExitStack() as stack:
-        program, own, _ = paced.device(args) if args.paced else (PROGRAM, (), 0.0)
+        program, own = (paced.PACED.program, paced.PACED.flags) if args.paced else (PROGRAM, ())
         servers = {
             name: stack.enter_context(serving(args.model, *pools, *own, *flags, program=program))
             for name, pools in SIDES.items()

@@ -140,7 +140,7 @@ def clusters(
 ) -> Iterator[tuple[dict[str, Server], LinkShape | None]]:
     """A server per side, all up; this thread is at the clients' end of the link."""
     shape = LINKS[name]
-    program, flags_of_all, _ = args.device
+    program, flags_of_all = args.device.program, args.device.flags
     more = ("--kv-memory", kv_memory, *flags_of_all)
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}

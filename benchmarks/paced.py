@@ -21,6 +21,7 @@ from unittest import mock
 import harness
 from disagg.cli.main import main
 from disagg.cli.serve import run_serve
+from disagg.cli.worker_flags import DEFAULTS
 from disagg.cluster.local import PROGRAM
 from disagg.core.grammar import GrammarSpec
 from disagg.core.ids import HandoffId
@@ -51,7 +52,7 @@ class Device(NamedTuple):
 
 
 # AMX tiles run at half speed whenever a neighbour on the host uses them; plain vectors swing by a third only.
-LIVE = Device(PROGRAM, ("--kernels", "portable"), 0.1)
+LIVE = Device(PROGRAM, ("--kernels", "portable"), DEFAULTS.itl_target_s)
 # int8 is computed fastest, so that few steps are late.
 PACED = Device((sys.executable, str(Path(__file__).resolve())), ("--weights", "int8"), 0.2)
 

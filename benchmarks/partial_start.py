@@ -65,7 +65,7 @@ def clusters(args: argparse.Namespace) -> Iterator[dict[str, SpreadCluster]]:
     cores = sorted(os.sched_getaffinity(0))
     places = (str(cores[0]), str(cores[1 % len(cores)]))
     path, name = resolve_model(args.model), served_name(args.model)
-    program, flags, _ = args.device
+    program, flags = args.device.program, args.device.flags
     flags = ("--kv-memory", "256M", *flags)
     with contextlib.ExitStack() as stack:
         pair = stack.enter_context(LinkedNamespaces(LinkShape(args.rate_mbit)))
