@@ -5,7 +5,6 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -19,7 +18,6 @@ from tests.faults.loopback import GatedEngine, LateEngine, delay_every_await, li
 from tests.faults.virtual_rigs import (
     TIMES,
 )
-from tests.unit.transport.rigs import open_descriptors
 from tests.unit.worker.rigs import DEADLINE_S, until
 
 from disagg.channel.channel import dial
@@ -35,14 +33,9 @@ from disagg.testing.processes import wait_until
 from disagg.testing.tokenizer_files import write_tiny_tokenizer
 from disagg.transport.tcp_sender import TcpSender
 
+pytestmark = pytest.mark.usefixtures("no_socket_left")
+
 FROM_ROUTER: msgspec.msgpack.Decoder[RouterToWorker] = msgspec.msgpack.Decoder(RouterToWorker)
-
-
-@pytest.fixture(autouse=True)
-async def no_socket_left() -> AsyncIterator[None]:
-    before = open_descriptors()
-    yield
-    await until(lambda: open_descriptors() <= before)
 
 
 async def test_a7_on_real_connections_a_held_landing_holds_up_no_other_stream() -> None:

@@ -37,7 +37,7 @@ from tests.faults.virtual_rigs import (
     finish,
     submit_over,
 )
-from tests.unit.transport.rigs import PREFILL, TcpRig, open_descriptors, write_of
+from tests.unit.transport.rigs import PREFILL, TcpRig, write_of
 from tests.unit.worker.rigs import DEADLINE_S, gone, site, until
 
 from disagg.channel.channel import Channel
@@ -59,15 +59,10 @@ from disagg.telemetry import metrics as table
 from disagg.transport.api import ConnectionLost, WriteFinished
 from disagg.worker import links
 
+pytestmark = pytest.mark.usefixtures("no_socket_left")
+
 FROM_WORKER: msgspec.msgpack.Decoder[WorkerToRouter] = msgspec.msgpack.Decoder(WorkerToRouter)
 FROM_PEER: msgspec.msgpack.Decoder[WorkerToWorker] = msgspec.msgpack.Decoder(WorkerToWorker)
-
-
-@pytest.fixture(autouse=True)
-async def no_socket_left() -> AsyncIterator[None]:
-    before = open_descriptors()
-    yield
-    await until(lambda: open_descriptors() <= before)
 
 
 # --- restarts ----------------------------------------------------------------------------------------------------

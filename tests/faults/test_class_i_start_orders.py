@@ -16,7 +16,6 @@ I7   No worker needs another to start: there is no warm-up across workers, only 
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -27,7 +26,6 @@ from tests.faults import loopback
 from tests.faults.loopback import LateEngine, delay_every_await, live_router, live_worker, paired
 from tests.faults.virtual_rigs import TIMES, WatchedCluster, any_mode, ask, check_answers, finish, submit_over
 from tests.unit.scheduler.rigs import PEER, PEER_INCARNATION, Solo, handoff, to_peer
-from tests.unit.transport.rigs import open_descriptors
 from tests.unit.worker.rigs import DEADLINE_S, until
 
 from disagg.channel.channel import Channel
@@ -47,17 +45,12 @@ from disagg.protocol.messages import (
 from disagg.telemetry import metrics as table
 from disagg.testing.virtual_worker import VirtualWorker
 
+pytestmark = pytest.mark.usefixtures("no_socket_left")
+
 FROM_WORKER: msgspec.msgpack.Decoder[WorkerToRouter] = msgspec.msgpack.Decoder(WorkerToRouter)
 PARTS = ("router", "p", "p", "d", "d")
 ORDERS = sorted(set(itertools.permutations(PARTS)))  # workers of one role are alike
 LATEST_S = 30.0
-
-
-@pytest.fixture(autouse=True)
-async def no_socket_left() -> AsyncIterator[None]:
-    before = open_descriptors()
-    yield
-    await until(lambda: open_descriptors() <= before)
 
 
 # --- every order -------------------------------------------------------------------------------------------------

@@ -9,14 +9,12 @@ J2  Half a fleet is upgraded: the router pairs only those that fit, and no reque
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import msgspec
 import pytest
 from tests.faults import loopback
 from tests.faults.loopback import live_router, live_worker, paired
-from tests.unit.transport.rigs import open_descriptors
 from tests.unit.worker.rigs import DEADLINE_S, Site, layout, until
 
 from disagg.core.errors import ConfigurationError, FailureKind, ProtocolViolation
@@ -25,12 +23,7 @@ from disagg.core.roles import Role
 from disagg.transport.wire import VERSION, Item, decode_prefix
 from disagg.worker.links import RouterLink
 
-
-@pytest.fixture(autouse=True)
-async def no_socket_left() -> AsyncIterator[None]:
-    before = open_descriptors()
-    yield
-    await until(lambda: open_descriptors() <= before)
+pytestmark = pytest.mark.usefixtures("no_socket_left")
 
 
 async def test_j1_a_worker_of_another_version_is_refused_by_the_router_for_good_with_both_ranges() -> None:

@@ -21,7 +21,6 @@ import ssl
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import cast
@@ -35,7 +34,6 @@ from tests.unit.transport.rigs import (
     RECEIVER_INCARNATION,
     EventLog,
     greet,
-    open_descriptors,
     raw_header,
     read_ack,
     read_challenge,
@@ -77,15 +75,10 @@ from disagg.transport.tcp_receiver import TcpReceiver
 from disagg.transport.wire import NO_PROOF, TRAILER_BYTES, Hello, Item, encode
 from disagg.worker.config import WorkerConfig
 
+pytestmark = pytest.mark.usefixtures("no_socket_left")
+
 NUM_UNKNOWN = int(os.environ.get("DISAGG_UNKNOWN", "4000"))
 ANYTHING: msgspec.msgpack.Decoder[object] = msgspec.msgpack.Decoder(cast(type, Message))
-
-
-@pytest.fixture(autouse=True)
-async def no_socket_left() -> AsyncIterator[None]:
-    before = open_descriptors()
-    yield
-    await until(lambda: open_descriptors() <= before)
 
 
 @pytest.fixture(scope="module")

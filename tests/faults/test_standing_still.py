@@ -7,22 +7,16 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from tests.unit.transport.rigs import open_descriptors
 from tests.unit.worker.rigs import DEADLINE_S, until
 
 from disagg.channel.channel import Channel, dial
 from disagg.channel.listening import listen
 from disagg.protocol.messages import Beat
 
+pytestmark = pytest.mark.usefixtures("no_socket_left")
+
 BEAT_S = 0.1  # a peer silent for two of these is lost
 BEATS: msgspec.msgpack.Decoder[Beat] = msgspec.msgpack.Decoder(Beat)
-
-
-@pytest.fixture(autouse=True)
-async def no_socket_left() -> AsyncIterator[None]:
-    before = open_descriptors()
-    yield
-    await until(lambda: open_descriptors() <= before)
 
 
 class Ends:

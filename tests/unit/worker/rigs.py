@@ -5,6 +5,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import pytest
+from tests.unit.transport.rigs import open_descriptors
+
 from disagg.channel.channel import Channel
 from disagg.core.errors import Failure, PeerLost
 from disagg.core.ids import Incarnation, RequestId, SequenceId, WorkerId
@@ -124,6 +127,14 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def no_socket_left() -> AsyncIterator[None]:
+    """What a test opens in this process is closed soon after it."""
+    before = open_descriptors()
+    yield
+    await until(lambda: open_descriptors() <= before)
 
 
 async def gone(channel: Channel[Any]) -> None:

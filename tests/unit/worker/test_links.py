@@ -3,13 +3,11 @@
 import asyncio
 import re
 import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from tests.unit.transport.rigs import open_descriptors
 from tests.unit.worker.rigs import DEADLINE_S, Site, gone, layout, meet, sequence_id, site, until
 
 from disagg.channel.channel import Channel, dial
@@ -33,15 +31,10 @@ from disagg.scheduler.events import RouterMessageReceived
 from disagg.telemetry.metrics import HANDOFF_BYTES, PROMPT_TOKENS_RECEIVED
 from disagg.testing.engine import expected_tokens
 
+pytestmark = pytest.mark.usefixtures("no_socket_left")
+
 DECODER: msgspec.msgpack.Decoder[WorkerToWorker] = msgspec.msgpack.Decoder(WorkerToWorker)
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.0)
-
-
-@pytest.fixture(autouse=True)
-async def no_socket_left() -> AsyncIterator[None]:
-    before = open_descriptors()
-    yield
-    await until(lambda: open_descriptors() <= before)
 
 
 def prompt(number: int, length: int) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.unit.transport.rigs import open_descriptors
 from tests.unit.worker.rigs import DEADLINE_S, layout, meet, site, until
 
 from disagg.core.errors import ConfigurationError
@@ -17,12 +16,7 @@ from disagg.worker import metrics_page
 from disagg.worker.config import WorkerConfig
 from disagg.worker.metrics_page import MAX_CONNECTIONS, MetricsPage
 
-
-@pytest.fixture(autouse=True)
-async def no_socket_left() -> AsyncIterator[None]:
-    before = open_descriptors()
-    yield
-    await until(lambda: open_descriptors() <= before)
+pytestmark = pytest.mark.usefixtures("no_socket_left")
 
 
 @contextlib.asynccontextmanager

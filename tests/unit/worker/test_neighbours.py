@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
-from tests.unit.transport.rigs import open_descriptors
 from tests.unit.worker.rigs import DEADLINE_S, VOCAB, Site, layout, meet, peer_of, until
 from tests.unit.worker.test_links import hand_over
 
@@ -25,15 +24,10 @@ from disagg.worker.engines import LoadedEngine
 from disagg.worker.process import start_worker
 from disagg.worker.survey import Way
 
+pytestmark = pytest.mark.usefixtures("no_socket_left")
+
 NUM_BLOCKS = 64
 ARENA_BYTES = layout().arena_bytes(NUM_BLOCKS)
-
-
-@pytest.fixture(autouse=True)
-async def no_socket_left() -> AsyncIterator[None]:
-    before = open_descriptors()
-    yield
-    await until(lambda: open_descriptors() <= before)
 
 
 @pytest.fixture(autouse=True)

@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 
 import pytest
-from tests.unit.transport.rigs import open_descriptors
 from tests.unit.worker.rigs import DEADLINE_S, gone, site, until
 from tests.unit.worker.router_rigs import DECODER, ask, is_ready, linked, mixed_card, read, register, service
 
@@ -19,12 +17,7 @@ from disagg.protocol.messages import (
     RequestDrain,
 )
 
-
-@pytest.fixture(autouse=True)
-async def no_socket_left() -> AsyncIterator[None]:
-    before = open_descriptors()
-    yield
-    await until(lambda: open_descriptors() <= before)
+pytestmark = pytest.mark.usefixtures("no_socket_left")
 
 
 async def ask_drain(address: str, name: str) -> Failure | None:

@@ -3,12 +3,10 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
-from tests.unit.transport.rigs import open_descriptors
 from tests.unit.worker.rigs import DEADLINE_S, gone, layout, site, until
 from tests.unit.worker.router_rigs import (
     DECODER,
@@ -40,12 +38,7 @@ from disagg.protocol.messages import (
 )
 from disagg.testing.engine import expected_tokens
 
-
-@pytest.fixture(autouse=True)
-async def no_socket_left() -> AsyncIterator[None]:
-    before = open_descriptors()
-    yield
-    await until(lambda: open_descriptors() <= before)
+pytestmark = pytest.mark.usefixtures("no_socket_left")
 
 
 # --- real workers ------------------------------------------------------------------------------------------------
